@@ -1,0 +1,1 @@
+"""What routers and workers agree on, and how they are deployed."""

@@ -1,0 +1,120 @@
+"""Identity of KV blocks: namespaces and chained block hashes.
+
+A block hash names a block *and everything before it*. Two workers, two routers and two
+processes must derive the same bytes from the same tokens, so nothing here depends on the
+process (no `hash()`), and every field of a namespace is tagged and length-prefixed: an
+adapter that is named like a tenant never collides with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+HASH_BYTES = 16
+"""Size of a block hash in bytes."""
+
+DOMAIN = b"stemroute/block-chain/1"
+
+
+class Namespace(msgspec.Struct, frozen=True, kw_only=True):
+    """All that makes KV incompatible. Changing any field separates the caches.
+
+    weights      digest of the model's weights (hex)
+    tokenizer    digest of the tokenizer and its chat template (hex)
+    kv_dtype     dtype of the stored keys and values, such as "bfloat16"
+    block_size   tokens in a block
+    positions    position scheme, such as "rope:100000.0"
+    adapter      name of the adapter of a request, "" for none
+    tenant       `cache_salt` of a request, "" for none
+    """
+
+    weights: str
+    tokenizer: str
+    kv_dtype: str
+    block_size: int
+    positions: str
+    adapter: str = ""
+    tenant: str = ""
+
+    def root(self, secret: bytes = b"") -> bytes:
+        """SHA-256 (32 bytes) over the tagged, length-prefixed fields and the pool's secret.
+
+        The secret keeps whoever can read the published hashes from testing guesses of prompts.
+        """
+        digest = hashlib.sha256()
+        _feed(digest, b"domain", DOMAIN)
+        for name in self.__struct_fields__:
+            _feed(digest, name.encode(), str(getattr(self, name)).encode())
+        _feed(digest, b"secret", secret)
+        return digest.digest()
+
+    def check(self, secret: bytes = b"") -> str:
+        """Short digest (hex) that is equal exactly where root and secret are equal.
+
+        It is published, so it is derived one way from the root and reveals nothing of it.
+        """
+        return hashlib.sha256(b"stemroute/namespace-check/1" + self.root(secret)).hexdigest()[:16]
+
+    def for_request(self, adapter: str = "", tenant: str = "") -> Namespace:
+        """The namespace of one request: this one with the request's adapter and tenant."""
+        if not adapter and not tenant:
+            return self
+        return msgspec.structs.replace(self, adapter=adapter, tenant=tenant)
+
+
+def _feed(digest: hashlib._Hash, tag: bytes, value: bytes) -> None:
+    for part in (tag, value):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids as little-endian u32, 4 bytes a token."""
+    return np.asarray(tokens, dtype="<u4").tobytes()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """Inverse of `pack_tokens`. Raises ValueError where the size is no multiple of 4."""
+    if len(packed) % 4:
+        raise ValueError(f"packed tokens must be a multiple of 4 bytes, got {len(packed)}")
+    ids: list[int] = np.frombuffer(packed, dtype="<u4").tolist()
+    return ids
+
+
+def hash_block(parent: bytes, packed: bytes) -> bytes:
+    """Hash of one full block: `SHA-256(parent, tokens as LE u32)[:16]`.
+
+    `parent` is the previous block's hash, or the namespace root for the first block.
+    """
+    return hashlib.sha256(parent + packed).digest()[:HASH_BYTES]
+
+
+def hash_blocks(root: bytes, packed: bytes, block_size: int) -> list[bytes]:
+    """Chained hashes of all full blocks of a prompt.
+
+    `packed` holds the prompt's tokens (`pack_tokens`); a partial last block is left out.
+    """
+    sha256 = hashlib.sha256
+    step = 4 * block_size
+    parent = root
+    hashes = []
+    for start in range(0, len(packed) - step + 1, step):
+        parent = sha256(parent + packed[start : start + step]).digest()[:HASH_BYTES]
+        hashes.append(parent)
+    return hashes
+
+
+def join_hashes(hashes: Sequence[bytes]) -> bytes:
+    """Hashes as one byte string, 16 bytes each: their form in messages."""
+    return b"".join(hashes)
+
+
+def split_hashes(joined: bytes) -> list[bytes]:
+    """Inverse of `join_hashes`. Raises ValueError where the size is no multiple of 16."""
+    if len(joined) % HASH_BYTES:
+        raise ValueError(f"joined hashes must be a multiple of {HASH_BYTES}, got {len(joined)}")
+    return [joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES)]

@@ -1,0 +1,383 @@
+"""The bus over Redis, worker side: a lease, a block set and a stream of reports.
+
+Keys of a pool share a hash tag, so that one script covers them also on Redis Cluster:
+
+    stem:{<pool>}:workers               set     ids of the workers that may have a card
+    stem:{<pool>}:worker:<id>           hash    epoch, sequence, card (JSON); lives a lease
+    stem:{<pool>}:blocks:<id>:<epoch>   set     hashes cached now
+    stem:{<pool>}:events                stream  one Report (msgpack) an entry, field "r"
+
+`PUBLISH` changes the set, the card's sequence and the stream in one atomic step. It first
+checks what Redis holds against what the worker believes that it holds: another sequence (a
+write was lost, Redis restarted empty, the lease ran out) or another number of blocks makes it
+answer `lost`, and the worker publishes its whole set again. A card of a later epoch makes it
+answer `superseded`: somebody else lives under this name, and this publisher stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from itertools import islice
+
+import msgspec
+import redis.asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from cluster.blocks import join_hashes
+from cluster.protocol import Load, Report, WorkerCard, WorkerState
+from cluster.settings import BusSettings
+
+log = logging.getLogger(__name__)
+
+STAGE_CHUNK = 10_000
+"""Hashes in one SADD while a whole set is written."""
+
+PUBLISH = """
+-- KEYS card, blocks, events, workers, staging
+-- ARGV mode, worker, epoch, previous, sequence, card, stored, evicted, cached,
+--      lease_ms, blocks_ttl_ms, stream_max, report
+local mode, worker, epoch, previous, sequence = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local held = redis.call('HMGET', KEYS[1], 'epoch', 'sequence')
+if held[1] and held[1] > epoch then return 'superseded' end
+local function each(command, joined)
+  local batch = {}
+  for i = 1, #joined, 16 do
+    batch[#batch + 1] = joined:sub(i, i + 15)
+    if #batch == 1000 or i + 16 > #joined then
+      redis.call(command, KEYS[2], unpack(batch))
+      batch = {}
+    end
+  end
+end
+if mode == 'delta' then
+  if held[1] ~= epoch or held[2] ~= previous then return 'lost' end
+else
+  redis.call('DEL', KEYS[2])
+  if redis.call('EXISTS', KEYS[5]) == 1 then redis.call('RENAME', KEYS[5], KEYS[2]) end
+end
+each('SREM', ARGV[8])
+each('SADD', ARGV[7])
+if redis.call('SCARD', KEYS[2]) ~= tonumber(ARGV[9]) then return 'lost' end
+if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'card', ARGV[6]) end
+redis.call('HSET', KEYS[1], 'epoch', epoch, 'sequence', sequence)
+redis.call('PEXPIRE', KEYS[1], ARGV[10])
+redis.call('PEXPIRE', KEYS[2], ARGV[11])
+redis.call('SADD', KEYS[4], worker)
+redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[12], '*', 'r', ARGV[13])
+return 'ok'
+"""
+
+LEAVE = """
+-- KEYS card, blocks, events, workers    ARGV worker, epoch, stream_max, report
+if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[2] then return 'superseded' end
+redis.call('DEL', KEYS[1], KEYS[2])
+redis.call('SREM', KEYS[4], ARGV[1])
+redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[3], '*', 'r', ARGV[4])
+return 'ok'
+"""
+
+
+class BusKeys:
+    """Names of a pool's keys."""
+
+    def __init__(self, pool: str) -> None:
+        if not pool or any(c in pool for c in "{}: \n"):
+            raise ValueError(f"a pool's name may not be empty or hold braces or colons: {pool!r}")
+        self.prefix = f"stem:{{{pool}}}:"
+        self.workers = self.prefix + "workers"
+        self.events = self.prefix + "events"
+
+    def card(self, worker: str) -> str:
+        """Key of a worker's card."""
+        return f"{self.prefix}worker:{worker}"
+
+    def blocks(self, worker: str, epoch: int) -> str:
+        """Key of a worker's block set."""
+        return f"{self.prefix}blocks:{worker}:{epoch_text(epoch)}"
+
+
+def epoch_text(epoch: int) -> str:
+    """An epoch as text whose alphabetical order is the order of epochs."""
+    return f"{epoch:020d}"
+
+
+def connect(url: str, *, timeout_s: float) -> aioredis.Redis:
+    """A client that reports trouble at once instead of hiding it behind retries."""
+    return aioredis.Redis.from_url(
+        url,
+        socket_timeout=timeout_s,
+        socket_connect_timeout=timeout_s,
+        socket_keepalive=True,
+        retry=Retry(NoBackoff(), 0),
+    )
+
+
+def heed_cancellation() -> None:
+    """Raise CancelledError where the running task was asked to stop.
+
+    `asyncio.wait_for` of Python 3.11, which the Redis client uses, loses a cancellation that
+    comes in the moment in which its result does; a loop around it calls this to stop all the same.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
+class PublisherStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """connected, the reason in words where not, and counts since the start."""
+
+    connected: bool
+    superseded: bool
+    reason: str
+    reports: int
+    whole_sets: int
+
+
+class Publisher:
+    """Publishes one worker's card, blocks and load.
+
+    `begin`, `update` and `set_state` are called from the event loop's thread and never wait;
+    `run` sends what they leave, at once but at most every `min_report_gap_s`.
+    """
+
+    def __init__(self, redis_url: str, pool: str, settings: BusSettings) -> None:
+        self.redis_url = redis_url
+        self.keys = BusKeys(pool)
+        self.settings = settings
+        self._redis = connect(redis_url, timeout_s=settings.lease_s)
+        self._card: WorkerCard | None = None
+        self._cached: dict[bytes, None] = {}  # the whole set, in order of storing
+        self._delta: dict[bytes, bool] = {}  # hash -> stored (True) or evicted (False)
+        self._received: list[str] = []
+        self._load = Load()
+        self._sequence = 0
+        self._whole = True  # the next report comes with the whole set
+        self._card_changed = True
+        self._wake = asyncio.Event()
+        self._connected = False
+        self._superseded = False
+        self._reason = "nothing published yet"
+        self._reports = 0
+        self._whole_sets = 0
+        self._published = asyncio.Event()
+
+    @property
+    def status(self) -> PublisherStatus:
+        """How publishing goes."""
+        return PublisherStatus(
+            connected=self._connected,
+            superseded=self._superseded,
+            reason=self._reason,
+            reports=self._reports,
+            whole_sets=self._whole_sets,
+        )
+
+    @property
+    def card(self) -> WorkerCard:
+        """The card as last begun. Raises RuntimeError before the first `begin`."""
+        if self._card is None:
+            raise RuntimeError("the publisher has no card yet: call begin() first")
+        return self._card
+
+    def begin(self, card: WorkerCard) -> None:
+        """A new epoch with an empty cache. Raises ValueError unless epochs grow."""
+        if self._card is not None and card.epoch <= self._card.epoch:
+            raise ValueError(f"epoch {card.epoch} does not follow {self._card.epoch}")
+        self._card = card
+        self._cached.clear()
+        self._delta.clear()
+        self._sequence = 0
+        self._whole = self._card_changed = True
+        self._wake.set()
+
+    def set_state(self, state: WorkerState) -> None:
+        """Change the state on the card."""
+        card = self.card
+        if card.state != state:
+            self._card = msgspec.structs.replace(card, state=state)
+            self._card_changed = True
+            self._wake.set()
+
+    def update(
+        self,
+        *,
+        load: Load,
+        stored: Iterable[bytes] = (),
+        evicted: Iterable[bytes] = (),
+        received: Iterable[str] = (),
+    ) -> None:
+        """Add a change of the cache and the load after it. Parents come before children."""
+        for block in evicted:
+            if block in self._cached:
+                del self._cached[block]
+                if self._delta.get(block):
+                    del self._delta[block]
+                else:
+                    self._delta[block] = False
+        for block in stored:
+            if block not in self._cached:
+                self._cached[block] = None
+                if self._delta.get(block) is False:
+                    del self._delta[block]
+                else:
+                    self._delta[block] = True
+        self._received.extend(received)
+        self._load = load
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Publish until cancelled or superseded. Trouble with Redis is waited out."""
+        retry_s = 0.1
+        while not self._superseded:
+            heed_cancellation()
+            try:
+                async with asyncio.timeout(self.settings.heartbeat_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            if self._card is None:
+                continue
+            try:
+                await self._publish()
+                retry_s = 0.1
+                await asyncio.sleep(self.settings.min_report_gap_s)
+            except (RedisError, OSError, TimeoutError) as error:
+                if self._connected or self._reports == 0:
+                    log.warning("cannot publish to Redis: %s", error)
+                self._connected = False
+                self._reason = f"Redis cannot be reached: {error}"
+                self._whole = True  # whether the last report arrived is unknown
+                self._wake.set()
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, 1.0)
+
+    async def flushed(self) -> None:
+        """Wait until everything given so far is published."""
+        while self._wake.is_set() or self._delta or self._received or self._whole:
+            self._published.clear()
+            await self._published.wait()
+
+    async def leave(self) -> None:
+        """Take card and blocks away and tell routers. Errors of Redis are logged only."""
+        if self._card is None or self._superseded:
+            return
+        card, keys = self._card, self.keys
+        report = Report(
+            worker=card.worker,
+            epoch=card.epoch,
+            sequence=self._sequence + 1,
+            load=Load(),
+            state="gone",
+        )
+        try:
+            await self._redis.eval(
+                LEAVE,
+                4,
+                keys.card(card.worker),
+                keys.blocks(card.worker, card.epoch),
+                keys.events,
+                keys.workers,
+                card.worker,
+                epoch_text(card.epoch),
+                str(self.settings.stream_max_reports),
+                msgspec.msgpack.encode(report),
+            )
+        except (RedisError, OSError, TimeoutError) as error:
+            log.warning("cannot sign off at Redis, the lease will end by itself: %s", error)
+
+    async def close(self) -> None:
+        """Close the connection."""
+        await self._redis.aclose()
+
+    async def _publish(self) -> None:
+        self._wake.clear()
+        whole = self._whole
+        if whole:
+            epoch = self.card.epoch
+            self._delta = {}  # the staged set includes it; what comes meanwhile is a delta to it
+            await self._stage(self.keys.blocks(self.card.worker, epoch), list(self._cached))
+            if self.card.epoch != epoch:
+                return  # a new epoch began meanwhile, and has set the wake-up
+        card, card_changed = self.card, self._card_changed
+        delta, self._delta = self._delta, {}
+        received, self._received = self._received, []
+        cached, load, previous = len(self._cached), self._load, self._sequence
+        stored = join_hashes([h for h, is_stored in delta.items() if is_stored])
+        evicted = join_hashes([h for h, is_stored in delta.items() if not is_stored])
+        report = Report(
+            worker=card.worker,
+            epoch=card.epoch,
+            sequence=previous + 1,
+            load=load,
+            stored=stored,
+            evicted=evicted,
+            received=received,
+            state=card.state,
+            resync=whole,
+        )
+        try:
+            answer = await self._send(card, report, previous, cached, card_changed)
+        except (RedisError, OSError, TimeoutError):
+            self._received = received + self._received
+            raise
+        if self.card.epoch != card.epoch:  # a new epoch began meanwhile: it publishes its own set
+            self._received = received + self._received
+            return
+        if answer == b"superseded":
+            self._superseded, self._connected = True, False
+            self._reason = f"another worker with a later epoch goes by the name {card.worker}"
+            log.error("%s; this one stops publishing", self._reason)
+        elif answer == b"lost":
+            self._received = received + self._received
+            self._whole = self._card_changed = True
+            self._wake.set()
+        else:
+            self._sequence = report.sequence
+            self._reports += 1
+            self._whole_sets += whole
+            self._connected, self._reason = True, ""
+            self._whole = False
+            self._card_changed = self._card_changed and not card_changed
+        self._published.set()
+
+    async def _stage(self, key: str, hashes: list[bytes]) -> None:
+        """Write the whole set under another name; PUBLISH puts it in place."""
+        staging = key + ":new"
+        await self._redis.delete(staging)
+        blocks = iter(hashes)
+        while chunk := list(islice(blocks, STAGE_CHUNK)):
+            await self._redis.sadd(staging, *chunk)
+        await self._redis.pexpire(staging, int(self.settings.blocks_ttl_s * 1000))
+
+    async def _send(
+        self, card: WorkerCard, report: Report, previous: int, cached: int, card_changed: bool
+    ) -> bytes:
+        keys, settings = self.keys, self.settings
+        blocks = keys.blocks(card.worker, card.epoch)
+        answer: bytes = await self._redis.eval(
+            PUBLISH,
+            5,
+            keys.card(card.worker),
+            blocks,
+            keys.events,
+            keys.workers,
+            blocks + ":new",
+            "whole" if report.resync else "delta",
+            card.worker,
+            epoch_text(card.epoch),
+            str(previous),
+            str(report.sequence),
+            msgspec.json.encode(card) if card_changed or report.resync else b"",
+            report.stored,
+            report.evicted,
+            str(cached),
+            str(int(settings.lease_s * 1000)),
+            str(int(settings.blocks_ttl_s * 1000)),
+            str(settings.stream_max_reports),
+            msgspec.msgpack.encode(report),
+        )
+        return answer

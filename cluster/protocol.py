@@ -1,0 +1,218 @@
+"""The messages between workers and routers: typed, versioned, parsed once at the edge.
+
+`WorkerCard` and `Report` travel over the bus; `GenerateRequest` is what a gateway posts to a
+worker's `/generate`; `ModelInfo` is what it fetches from a worker's `/model`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from cluster.blocks import Namespace
+
+PROTOCOL_VERSION = 1
+"""A router refuses, and names, a worker of another version."""
+
+HEADER_REQUEST_ID = "x-stemroute-request-id"
+HEADER_WORKER = "x-stemroute-worker"
+HEADER_POLICY = "x-stemroute-policy"
+HEADER_PROMPT_TOKENS = "x-stemroute-prompt-tokens"
+HEADER_HIT_TOKENS = "x-stemroute-hit-tokens"
+"""Prompt tokens that the worker really reused."""
+HEADER_PREDICTED_HIT_TOKENS = "x-stemroute-predicted-hit-tokens"
+
+WorkerState = Literal["starting", "ready", "draining", "failed", "gone"]
+
+
+class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a worker is. Written when an epoch begins and when its state changes.
+
+    epoch              one life of this worker's cache; later epochs have larger numbers
+    address            base URL of the worker's server, such as "http://10.0.0.7:41235"
+    model              name under which clients ask for the model
+    namespace          the fields that all requests share (adapter and tenant empty)
+    namespace_check    `Namespace.check` with the pool's secret
+    capacity_blocks    usable KV blocks (the reserved block 0 not counted)
+    context_tokens     longest prompt + output of one sequence
+    max_batch_size     sequences that may run at once
+    token_budget       tokens computed in one step at most
+    device             such as "cpu", "cuda:0 NVIDIA H200", "emulated:h100-llama3-8b"
+    """
+
+    worker: str
+    epoch: int
+    address: str
+    model: str
+    namespace: Namespace
+    namespace_check: str
+    capacity_blocks: int
+    context_tokens: int
+    max_batch_size: int
+    token_budget: int
+    device: str
+    state: WorkerState = "starting"
+    version: int = PROTOCOL_VERSION
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's load now, in absolute numbers.
+
+    pending_prefill_tokens   prompt tokens still to compute, cached ones excluded
+    running, waiting         requests admitted / not yet admitted
+    free_blocks              blocks that no sequence references (evictable cached ones included)
+    cached_blocks            blocks in the prefix cache
+    """
+
+    pending_prefill_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    cached_blocks: int = 0
+
+    @property
+    def batch(self) -> int:
+        """Requests running plus requests waiting."""
+        return self.running + self.waiting
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker says of itself: the change of its cache since the last report, its load now.
+
+    sequence   1, 2, 3, … within an epoch; a hole means that a report was lost
+    stored     hashes cached since the last report, joined (16 bytes each), parents first
+    evicted    hashes dropped since the last report, joined; disjoint from `stored`
+    received   ids of the requests received since the last report; `load` includes them
+    resync     `stored` and `evicted` do not tell all: read this worker's block set again
+    """
+
+    worker: str
+    epoch: int
+    sequence: int
+    load: Load
+    stored: bytes = b""
+    evicted: bytes = b""
+    received: list[str] = msgspec.field(default_factory=list)
+    state: WorkerState = "ready"
+    resync: bool = False
+    version: int = PROTOCOL_VERSION
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How to pick tokens, and when to stop.
+
+    temperature 0 is greedy; top_k 0 and top_p 1.0 are off; `seed` None draws one;
+    `stop` holds strings that end the answer and are not part of it; `ignore_eos` goes on to
+    `max_tokens` (for load tests).
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: list[str] = msgspec.field(default_factory=list)
+    ignore_eos: bool = False
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body (msgpack) of a gateway's `POST /generate` to a worker.
+
+    The worker answers with the client's bytes: the OpenAI JSON object of `kind`, or its server
+    sent events where `stream` is set. Response headers come with the first token and say what
+    was reused.
+
+    token_ids        the prompt, `pack_tokens`
+    cache_salt       tenant of the request's namespace
+    include_usage    stream a last chunk with `usage`
+    continuous_usage every streamed chunk carries the `usage` so far
+    """
+
+    request_id: str
+    model: str
+    kind: Literal["chat", "completion"]
+    token_ids: bytes
+    sampling: Sampling
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    cache_salt: str = ""
+    adapter: str = ""
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer (JSON) of a worker's `GET /model`: all that a gateway needs to make tokens of text.
+
+    tokenizer_json   contents of `tokenizer.json`
+    chat_template    Jinja source, "" where the model has none
+    special_tokens   such as {"bos_token": "<s>", "eos_token": "</s>"}, given to the template
+    add_bos          whether completions (not chats) begin with the bos token
+    """
+
+    model: str
+    namespace: Namespace
+    tokenizer_json: str
+    chat_template: str
+    special_tokens: dict[str, str]
+    context_tokens: int
+    add_bos: bool = False
+
+
+class BlockList(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer (msgpack) of a worker's `GET /blocks`: the cached set, to compare an index with."""
+
+    worker: str
+    epoch: int
+    blocks: bytes
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The OpenAI error object."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Body (JSON) of every answer that is no success."""
+
+    error: ErrorBody
+
+
+class RequestError(Exception):
+    """A request that cannot be served as it is. Its text tells the client what to change.
+
+    status   HTTP status of the answer
+    type     OpenAI's error type, such as "invalid_request_error"
+    param    the field at fault, None where it is none
+    code     machine-readable reason, such as "context_length_exceeded"
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.type = type
+        self.param = param
+        self.code = code
+
+    def body(self) -> bytes:
+        """The OpenAI error object as JSON."""
+        return msgspec.json.encode(
+            ErrorAnswer(
+                error=ErrorBody(
+                    message=self.message, type=self.type, param=self.param, code=self.code
+                )
+            )
+        )

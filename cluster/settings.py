@@ -1,0 +1,193 @@
+"""One tree of settings: file < environment < flags.
+
+A TOML file holds the tree; `STEMROUTE_POOL`, `STEMROUTE_GATEWAY_PORT`, … override single
+values (`STEMROUTE_` + section + `_` + field); flags of the command line override both.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+ENV_PREFIX = "STEMROUTE_"
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be used. Its text names the setting, its origin and the mend."""
+
+
+class BusSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How reports travel.
+
+    lease_s             a worker that has not reported for so long is gone
+    heartbeat_s         a report at least so often
+    min_report_gap_s    and at most so often
+    blocks_ttl_s        life of a worker's block set without a renewal
+    stream_max_reports  about how many reports the stream keeps
+    """
+
+    lease_s: float = 3.0
+    heartbeat_s: float = 0.5
+    min_report_gap_s: float = 0.02
+    blocks_ttl_s: float = 60.0
+    stream_max_reports: int = 20_000
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The gateway.
+
+    policy               name of the routing policy, with parameters: "locality",
+                         "consistent_hash:bound=1.25"
+    api_key              clients must send it as a bearer token; "" asks for none
+    admin_key            for /admin; "" admits only clients on this machine
+    max_body_bytes       longer request bodies are refused with 413
+    attempts             how many workers a request tries before it fails
+    connect_timeout_s    for one worker to accept a connection
+    first_byte_timeout_s for one worker to send response headers
+    default_max_tokens   where a request sets no limit (bounded by the context)
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    policy: str = "locality"
+    api_key: str = ""
+    admin_key: str = ""
+    max_body_bytes: int = 8 * 1024 * 1024
+    attempts: int = 3
+    connect_timeout_s: float = 2.0
+    first_byte_timeout_s: float = 600.0
+    default_max_tokens: int = 1024
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One worker.
+
+    model            "smollm2", a Hugging Face directory, a GGUF file, or "emulated:PROFILE"
+    served_name      name under which clients ask for the model; "" takes the model's own
+    device           "auto", "cpu", "cuda"
+    dtype            of weights and KV: "auto", "float32", "bfloat16", "float16"
+    kv_blocks        blocks in the pool; 0 sizes it from `kv_memory_share` of free memory
+    kv_memory_share  share of free accelerator memory for the pool
+    context_tokens   longest prompt + output; 0 takes the model's own
+    max_batch_size   sequences that may run at once
+    token_budget     tokens computed in one step at most
+    chunk_tokens     prompt tokens of one sequence in one step at most; 0 is the whole budget
+    max_waiting      requests that may wait; more are refused with 429
+    threads          of torch; on a CPU one a worker is quickest on a busy machine
+    host             interface of the worker's server
+    advertise_host   host that gateways connect to; "" takes the node's address
+    port             of the worker's server; 0 takes a free one
+    drain_timeout_s  running requests may take so long to end at shutdown
+    cache_dir        converted weights; "" takes ~/.cache/stemroute
+    """
+
+    model: str = "smollm2"
+    served_name: str = ""
+    device: str = "auto"
+    dtype: str = "auto"
+    block_size: int = 16
+    kv_blocks: int = 0
+    kv_memory_share: float = 0.85
+    context_tokens: int = 0
+    max_batch_size: int = 64
+    token_budget: int = 512
+    chunk_tokens: int = 0
+    max_waiting: int = 1024
+    threads: int = 1
+    host: str = "127.0.0.1"
+    advertise_host: str = ""
+    port: int = 0
+    drain_timeout_s: float = 30.0
+    cache_dir: str = ""
+
+
+class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How Ray Serve places workers.
+
+    replicas               workers
+    gpus_per_worker        0 on CPU machines
+    cpus_per_worker        CPU share that Ray books for a worker
+    health_check_period_s  how often Ray asks a worker for its health
+    """
+
+    replicas: int = 2
+    gpus_per_worker: float = 0.0
+    cpus_per_worker: float = 1.0
+    health_check_period_s: float = 2.0
+    health_check_timeout_s: float = 10.0
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole tree.
+
+    pool        workers and gateways of one pool see each other
+    redis_url   "" lets `stemroute up` start an embedded Valkey
+    secret      of the pool: goes into every block hash; the same for workers and gateways
+    """
+
+    pool: str = "default"
+    redis_url: str = ""
+    secret: str = ""
+    bus: BusSettings = BusSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    worker: WorkerSettings = WorkerSettings()
+    serve: ServeSettings = ServeSettings()
+
+
+def load_settings(
+    file: str | Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> Settings:
+    """Merge file, environment and flags.
+
+    `flags` maps dotted names ("gateway.port") to values; None means "not given".
+    Raises SettingsError for an unknown name or a wrong type, naming where it came from.
+    """
+    tree: dict[str, Any] = {}
+    if file is not None:
+        try:
+            tree = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise SettingsError(f"cannot read the settings file {file}: {error}") from error
+        except tomllib.TOMLDecodeError as error:
+            raise SettingsError(f"the settings file {file} is not TOML: {error}") from error
+        _convert(tree, f"settings file {file}")
+    for name, text in (os.environ if environ is None else environ).items():
+        path = _path_of_variable(name)
+        if path is not None:
+            _put(tree, path, text)
+            _convert(tree, f"environment variable {name}")
+    for dotted, value in (flags or {}).items():
+        if value is not None:
+            _put(tree, dotted.split("."), value)
+            _convert(tree, f"flag {dotted}")
+    return _convert(tree, "settings")
+
+
+def _path_of_variable(name: str) -> list[str] | None:
+    if not name.startswith(ENV_PREFIX):
+        return None
+    rest = name[len(ENV_PREFIX) :].lower()
+    for section in ("bus", "gateway", "worker", "serve"):
+        if rest.startswith(section + "_"):
+            return [section, rest[len(section) + 1 :]]
+    return [rest] if rest in Settings.__struct_fields__ else None
+
+
+def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value
+
+
+def _convert(tree: dict[str, Any], origin: str) -> Settings:
+    try:
+        return msgspec.convert(tree, Settings, strict=False)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{origin}: {error}") from error

@@ -1,0 +1,1 @@
+"""Load for a gateway: workloads, arrivals, a client, measures, comparisons and their report."""

