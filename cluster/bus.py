@@ -177,6 +177,11 @@ class Publisher:
         )
 
     @property
+    def load(self) -> Load:
+        """The load as last given."""
+        return self._load
+
+    @property
     def card(self) -> WorkerCard:
         """The card as last begun. Raises RuntimeError before the first `begin`."""
         if self._card is None:
