@@ -6,6 +6,7 @@ worker's `/generate`; `ModelInfo` is what it fetches from a worker's `/model`.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Literal
 
 import msgspec
@@ -22,6 +23,17 @@ HEADER_PROMPT_TOKENS = "x-stemroute-prompt-tokens"
 HEADER_HIT_TOKENS = "x-stemroute-hit-tokens"
 """Prompt tokens that the worker really reused."""
 HEADER_PREDICTED_HIT_TOKENS = "x-stemroute-predicted-hit-tokens"
+
+
+def pool_token(secret: str) -> str:
+    """What gateways send to workers as a bearer token; "" where the pool has no secret.
+
+    It is derived one way, so that a worker's log or a proxy that sees it does not learn the secret.
+    """
+    if not secret:
+        return ""
+    return hashlib.sha256(b"stemroute/worker-api/1" + secret.encode()).hexdigest()
+
 
 WorkerState = Literal["starting", "ready", "draining", "failed", "gone"]
 

@@ -191,3 +191,23 @@ def _convert(tree: dict[str, Any], origin: str) -> Settings:
         return msgspec.convert(tree, Settings, strict=False)
     except msgspec.ValidationError as error:
         raise SettingsError(f"{origin}: {error}") from error
+
+
+def flat_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A (partial) settings tree as dotted names: {"worker": {"port": 1}} -> {"worker.port": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat.update({f"{key}.{name}": inner for name, inner in flat_settings(value).items()})
+        else:
+            flat[key] = value
+    return flat
+
+
+def settings_environment(settings: Settings) -> dict[str, str]:
+    """The environment variables that make a child process load equal settings."""
+    tree: dict[str, Any] = msgspec.to_builtins(settings)
+    return {
+        ENV_PREFIX + name.replace(".", "_").upper(): str(value)
+        for name, value in flat_settings(tree).items()
+    }

@@ -1,0 +1,53 @@
+"""What `stemroute status` prints: the workers as a gateway sees them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+
+def status_table(fleet: dict[str, Any]) -> RenderableType:
+    """Render the JSON of a gateway's `/admin/fleet`."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("worker")
+    table.add_column("state")
+    table.add_column("model")
+    table.add_column("device")
+    for name in ("running", "waiting", "pending tokens", "KV use", "cached", "indexed", "routed"):
+        table.add_column(name, justify="right")
+    for worker in fleet["workers"]:
+        capacity = worker["capacity_blocks"]
+        used = capacity - worker["free_blocks"]
+        agree = worker["indexed_blocks"] == worker["cached_blocks"]
+        table.add_row(
+            worker["worker"],
+            Text(worker["state"], style="green" if worker["state"] == "ready" else "yellow"),
+            worker["model"],
+            worker["device"],
+            str(worker["running"]),
+            str(worker["waiting"]),
+            str(worker["pending_prefill_tokens"]),
+            f"{used / capacity:.0%}" if capacity else "-",
+            str(worker["cached_blocks"]),
+            Text(str(worker["indexed_blocks"]), style="" if agree else "yellow"),
+            str(worker["routed"]),
+        )
+    bus = fleet["bus"]
+    head = Text(f"pool {fleet['pool']}, policy {fleet['policy']}, {fleet['in_flight']} in flight")
+    lines: list[RenderableType] = [head, table]
+    if not fleet["workers"]:
+        lines.append(Text("no workers", style="yellow"))
+    if bus["stale"]:
+        lines.append(Text(f"the index is stale: {bus['reason']}", style="red"))
+    else:
+        lines.append(
+            Text(f"index: {bus['reports']} reports, {bus['gaps']} gaps, {bus['repairs']} repairs")
+        )
+    lines += [
+        Text(f"refused: {worker}: {reason}", style="red")
+        for worker, reason in fleet["refused"].items()
+    ]
+    return Group(*lines)

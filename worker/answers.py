@@ -1,0 +1,142 @@
+"""OpenAI answers: from a request's outputs to the bytes that the client gets.
+
+`Transcript` turns token ids into certain text and knows why and when the answer ends;
+`Answer` renders a transcript as one JSON object or as server sent events.
+Source of the formats: the OpenAI API reference (chat completions, legacy completions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from cluster.protocol import GenerateRequest
+from worker.detokenizer import IncrementalDetokenizer, StopStringFilter
+
+DONE = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.Encoder().encode
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """cached_tokens: prompt tokens that were not computed for this request."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of one answer."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Transcript:
+    """The text of one answer as it grows.
+
+    finish_reason   "" while it runs; a stop string ends it with "stop" before the engine knows
+    """
+
+    def __init__(self, request: GenerateRequest, tokenizer: Tokenizer) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._stop = StopStringFilter(request.sampling.stop)
+        self.prompt_tokens = len(request.token_ids) // 4
+        self.completion_tokens = 0
+        self.hit_tokens = 0
+        self.finish_reason = ""
+
+    def push(self, token_ids: Sequence[int], finish_reason: str) -> str:
+        """Text that these tokens make certain. Tokens after a stop string are not counted."""
+        parts: list[str] = []
+        for token_id in token_ids:
+            self.completion_tokens += 1
+            text, stopped = self._stop.push(self._detokenizer.push([token_id]))
+            parts.append(text)
+            if stopped:
+                self.finish_reason = "stop"
+                return "".join(parts)
+        if finish_reason:
+            text, stopped = self._stop.push(self._detokenizer.finish())
+            parts.append(text)
+            self.finish_reason = "stop" if stopped else finish_reason
+            if not stopped:
+                parts.append(self._stop.finish())
+        return "".join(parts)
+
+    @property
+    def usage(self) -> Usage:
+        """Counts so far."""
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            total_tokens=self.prompt_tokens + self.completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(self.hit_tokens),
+        )
+
+
+class Answer:
+    """Renders one request's answer. `created` is in seconds since 1970."""
+
+    def __init__(self, request: GenerateRequest, created: int) -> None:
+        self._request = request
+        self._chat = request.kind == "chat"
+        prefix = "chatcmpl" if self._chat else "cmpl"
+        self._head: dict[str, Any] = {
+            "id": f"{prefix}-{request.request_id}",
+            "object": "",
+            "created": created,
+            "model": request.model,
+        }
+
+    def whole(self, text: str, transcript: Transcript) -> bytes:
+        """The JSON object of an answer that is not streamed."""
+        choice: dict[str, Any] = {"index": 0}
+        if self._chat:
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        choice |= {"logprobs": None, "finish_reason": transcript.finish_reason}
+        kind = "chat.completion" if self._chat else "text_completion"
+        return _encode(
+            self._head | {"object": kind, "choices": [choice], "usage": transcript.usage}
+        )
+
+    def opening(self) -> bytes:
+        """Events before the first text: a chat's role."""
+        if not self._chat:
+            return b""
+        return self._event(
+            [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
+        )
+
+    def piece(self, text: str, transcript: Transcript) -> bytes:
+        """The event of some more text, b"" where there is nothing to say."""
+        finish_reason = transcript.finish_reason or None
+        if not text and finish_reason is None:
+            return b""
+        choice: dict[str, Any] = {"index": 0}
+        if self._chat:
+            choice["delta"] = {"content": text} if text else {}
+        else:
+            choice["text"] = text
+        choice |= {"logprobs": None, "finish_reason": finish_reason}
+        return self._event([choice], transcript if self._request.continuous_usage else None)
+
+    def closing(self, transcript: Transcript) -> bytes:
+        """The last events: usage where it was asked for, and the end mark."""
+        usage = self._event([], transcript) if self._request.include_usage else b""
+        return usage + DONE
+
+    def _event(self, choices: list[dict[str, Any]], usage_of: Transcript | None = None) -> bytes:
+        body = self._head | {
+            "object": "chat.completion.chunk" if self._chat else "text_completion",
+            "choices": choices,
+        }
+        if usage_of is not None:
+            body["usage"] = usage_of.usage
+        return b"data: " + _encode(body) + b"\n\n"

@@ -1,0 +1,168 @@
+"""Gather, then `scaled_dot_product_attention`: the CPU's backend, and the reference for others.
+
+Decodes are batched: blocks of several sequences are gathered side by side, and the query heads
+that share a KV head are folded into one group, so that keys are read once for the group.
+Prefill chunks go one sequence at a time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from worker.attention import AttentionBackend, AttentionMetadata, write_kv
+
+PADDING_SHARE = 0.25
+PADDING_BLOCKS = 64
+"""Decodes share a gather while its padding is at most that share of the useful blocks, or so few
+blocks that another call would cost more."""
+
+
+class DecodeGroup(NamedTuple):
+    """Decodes of similar context length: rows [first, last), gathered together.
+
+    block_ids  [sequences * width], sequence after sequence
+    mask       [sequences, 1, 1, width * block_size], 0 or -inf
+    """
+
+    first: int
+    last: int
+    block_ids: torch.Tensor
+    mask: torch.Tensor
+
+
+class Chunk(NamedTuple):
+    """Prefill chunk of one sequence: rows [first, last) at the end of `context` tokens.
+
+    mask is [rows, context], 0 or -inf, aligned bottom-right; None where the chunk is the whole
+    context, which needs neither pool nor mask.
+    """
+
+    first: int
+    last: int
+    context: int
+    block_ids: torch.Tensor
+    mask: torch.Tensor | None
+
+
+class SdpaPlan(NamedTuple):
+    """Slots to write, then what to gather for whom."""
+
+    slot_mapping: torch.Tensor
+    decodes: list[DecodeGroup]
+    chunks: list[Chunk]
+
+
+class SdpaBackend(AttentionBackend[SdpaPlan]):
+    """Works wherever torch does."""
+
+    name = "sdpa"
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def plan(self, step: AttentionMetadata, dtype: torch.dtype) -> SdpaPlan:
+        """Group the decodes by length and make the masks."""
+        groups = []
+        for first, last, width in _group_by_width(step):
+            block_ids = step.block_table[first:last, :width]
+            positions = torch.arange(width * step.block_size, device=block_ids.device)
+            absent = positions >= step.seq_lens[first:last, None]
+            mask = _additive(absent, dtype)[:, None, None, :]
+            groups.append(DecodeGroup(first, last, block_ids.reshape(-1), mask))
+        chunks = []
+        first = step.decodes
+        for index in range(step.decodes, len(step.query_lens)):
+            rows, context = step.query_lens[index], step.context_lens[index]
+            block_ids = step.block_table[index, : -(-context // step.block_size)]
+            mask = None
+            if rows < context:
+                later = torch.ones(rows, context, dtype=torch.bool, device=block_ids.device)
+                mask = _additive(later.triu_(context - rows + 1), dtype)
+            chunks.append(Chunk(first, first + rows, context, block_ids, mask))
+            first += rows
+        return SdpaPlan(step.slot_mapping, groups, chunks)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_pool: torch.Tensor,
+        value_pool: torch.Tensor,
+        plan: SdpaPlan,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        write_kv(key, value, key_pool, value_pool, plan.slot_mapping)
+        out = torch.empty_like(query)
+        kv_heads, head_dim = key.shape[1:]
+        for group in plan.decodes:
+            count = group.last - group.first
+            folded = query[group.first : group.last].view(count, kv_heads, -1, head_dim)
+            keys = self._gather("keys", key_pool, group.block_ids, count)
+            values = self._gather("values", value_pool, group.block_ids, count)
+            # [count, kv_heads, group, head_dim] against [count, kv_heads, context, head_dim]
+            answer = scaled_dot_product_attention(
+                folded, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=group.mask
+            )
+            out[group.first : group.last] = answer.reshape(count, -1, head_dim)
+        for chunk in plan.chunks:
+            rows = chunk.last - chunk.first
+            if chunk.mask is None:
+                keys, values = key[chunk.first : chunk.last], value[chunk.first : chunk.last]
+            else:
+                keys = self._gather("keys", key_pool, chunk.block_ids, 1)[0, : chunk.context]
+                values = self._gather("values", value_pool, chunk.block_ids, 1)[0, : chunk.context]
+            # [kv_heads, group, rows, head_dim] against [kv_heads, group (one view), context, ...]
+            grouped = query[chunk.first : chunk.last].view(rows, kv_heads, -1, head_dim)
+            groups = grouped.shape[2]
+            answer = scaled_dot_product_attention(
+                grouped.permute(1, 2, 0, 3),
+                keys.transpose(0, 1)[:, None].expand(-1, groups, -1, -1),
+                values.transpose(0, 1)[:, None].expand(-1, groups, -1, -1),
+                attn_mask=chunk.mask,
+                is_causal=chunk.mask is None,
+            )
+            out[chunk.first : chunk.last] = answer.permute(2, 0, 1, 3).reshape(rows, -1, head_dim)
+        return out
+
+    def _gather(
+        self, name: str, pool: torch.Tensor, block_ids: torch.Tensor, sequences: int
+    ) -> torch.Tensor:
+        """Blocks side by side: `[sequences, tokens, kv_heads, head_dim]`.
+
+        The target is kept between layers and steps: fresh memory costs a page fault a page.
+        """
+        buffer = self._buffers.get(name)
+        size = block_ids.numel()
+        if buffer is None or len(buffer) < size or buffer.shape[1:] != pool.shape[1:]:
+            buffer = torch.empty(size + size // 4, *pool.shape[1:], dtype=pool.dtype).to(
+                pool.device
+            )
+            self._buffers[name] = buffer
+        torch.index_select(pool, 0, block_ids, out=buffer[:size])
+        return buffer[:size].view(sequences, -1, *pool.shape[2:])
+
+
+def _group_by_width(step: AttentionMetadata) -> list[tuple[int, int, int]]:
+    """Split the decodes (longest first) into (first, last, blocks of the longest)."""
+    widths = [-(-context // step.block_size) for context in step.context_lens[: step.decodes]]
+    groups: list[tuple[int, int, int]] = []
+    first, useful = 0, 0
+    for index, width in enumerate(widths):
+        padding = widths[first] * (index - first + 1) - (useful + width)
+        if padding > max(PADDING_BLOCKS, PADDING_SHARE * (useful + width)):
+            groups.append((first, index, widths[first]))
+            first, useful = index, 0
+        useful += width
+    if widths:
+        groups.append((first, len(widths), widths[first]))
+    return groups
+
+
+def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a key may be seen, -inf where `hidden`."""
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return mask.masked_fill_(hidden, float("-inf"))

@@ -1,0 +1,89 @@
+"""From settings to an engine: load the model, size the pool, put the parts together."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from cluster.blocks import Namespace
+from cluster.protocol import ModelInfo
+from cluster.settings import WorkerSettings
+from worker.engine import EngineConfig, EngineCore
+from worker.kv_memory import blocks_that_fit, kv_block_bytes
+from worker.messages import EngineInfo
+from worker.models.llama import LlamaModel
+from worker.runner import TorchRunner
+from worker.weights import load_model, resolve_device, resolve_dtype
+
+log = logging.getLogger(__name__)
+
+
+def build_engine(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
+    """An engine ready to take requests, and what others need to know of it.
+
+    Raises ModelError where the model cannot be used, ValueError for settings that cannot work,
+    MemoryError where the pool does not fit.
+    """
+    dtype, device = resolve_dtype(settings.dtype), resolve_device(settings.device)
+    if device.type == "cpu":
+        torch.set_num_threads(settings.threads)
+    loaded = load_model(settings.model, dtype, settings.cache_dir)
+    model = LlamaModel(loaded.config, loaded.tensors, dtype, device)
+    kv_blocks = settings.kv_blocks or blocks_that_fit(
+        loaded.config, settings.block_size, dtype, device, settings.kv_memory_share
+    )
+    context_tokens = loaded.config.context_tokens
+    if settings.context_tokens:
+        context_tokens = min(context_tokens, settings.context_tokens)
+    config = EngineConfig(
+        block_size=settings.block_size,
+        capacity_blocks=kv_blocks,
+        context_tokens=context_tokens,
+        max_batch_size=settings.max_batch_size,
+        token_budget=settings.token_budget,
+        chunk_tokens=settings.chunk_tokens,
+        max_waiting=settings.max_waiting,
+        eos_token_ids=loaded.eos_token_ids,
+    )
+    core = EngineCore(config, TorchRunner(model, kv_blocks, settings.block_size))
+    info = EngineInfo(
+        model=ModelInfo(
+            model=settings.served_name or loaded.name,
+            namespace=Namespace(
+                weights=loaded.weights_digest,
+                tokenizer=loaded.tokenizer_digest,
+                kv_dtype=str(dtype).removeprefix("torch."),
+                block_size=settings.block_size,
+                positions=loaded.config.positions,
+            ),
+            tokenizer_json=loaded.tokenizer_json,
+            chat_template=loaded.chat_template,
+            special_tokens=loaded.special_tokens,
+            context_tokens=config.sequence_limit,
+            add_bos=loaded.add_bos,
+        ),
+        capacity_blocks=kv_blocks,
+        context_tokens=config.sequence_limit,
+        max_batch_size=settings.max_batch_size,
+        token_budget=settings.token_budget,
+        device=_name_of(device),
+    )
+    block_bytes = kv_block_bytes(loaded.config, settings.block_size, dtype)
+    log.info(
+        "%s on %s in %s: %d KV blocks of %d tokens (%.0f MiB), context %d tokens",
+        info.model.model,
+        info.device,
+        info.model.namespace.kv_dtype,
+        kv_blocks,
+        settings.block_size,
+        kv_blocks * block_bytes / 2**20,
+        info.context_tokens,
+    )
+    return core, info
+
+
+def _name_of(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"cuda:{device.index or 0} {torch.cuda.get_device_name(device)}"
+    return device.type

@@ -1,0 +1,371 @@
+"""The engine: add requests, step, take outputs. Pure: the runner does the computing.
+
+One step is: schedule, run the batch, commit. Nothing that the forward pass writes is visible
+to other requests before its commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from cluster.blocks import hash_block as sha256_block
+from cluster.protocol import Load, RequestError, Sampling
+from worker.block_pool import BlockPool, InvariantError
+from worker.eviction import EvictionPolicy, Lru
+from worker.prefix_cache import PrefixCache
+from worker.scheduler import EngineConfig, Plan, Scheduler
+from worker.sequence import EngineRequest, Sequence
+
+__all__ = [
+    "BatchItem",
+    "Changes",
+    "EngineConfig",
+    "EngineCore",
+    "EngineRequest",
+    "EngineStats",
+    "InvariantError",
+    "Output",
+    "Runner",
+]
+
+
+ROOT_BYTES = 32
+"""Size of a namespace root. Longer than a hash, so no content of depth 0 equals a deeper one."""
+
+
+class BatchItem(NamedTuple):
+    """One sequence's part of a step.
+
+    token_ids     tokens to compute in this step; their KV is written
+    start         position of token_ids[0]; the KV of positions [0, start) is in the pool
+    block_table   covers positions [0, start + len(token_ids)), may be longer; position p lies
+                  in block_table[p // block_size]. The live list: read it, never keep it
+    sample        sample one token after the last of token_ids
+    output_index  index of that token among the sequence's outputs. Draw it from
+                  f(sampling.seed, output_index): a preempted and resumed request then draws
+                  the same tokens
+    """
+
+    request_id: str
+    token_ids: list[int]
+    start: int
+    block_table: list[int]
+    sample: bool
+    sampling: Sampling
+    output_index: int
+
+
+class Runner(Protocol):
+    """Computes batches. Keeps no state of a sequence but the KV in its pool."""
+
+    def execute(self, batch: list[BatchItem]) -> list[int | None]:
+        """One entry for each item: its sampled token where `sample` is set, else None.
+
+        Items of one batch write disjoint slots and read none that another item writes.
+        """
+        ...
+
+
+class Output(msgspec.Struct, kw_only=True):
+    """News of one request.
+
+    token_ids      new tokens, the end token included
+    finish_reason  "" while it runs; else "stop" (end token), "length" (max_tokens or the end of
+                   the context), or "error". Exactly one output of a request has one; a
+                   cancelled request gets none
+    hit_tokens     prompt tokens reused when it was first admitted
+    error          what went wrong, for "error"
+    """
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: str = ""
+    hit_tokens: int = 0
+    error: str = ""
+
+
+class Changes(msgspec.Struct, kw_only=True):
+    """Net change since the last take: `stored` and `evicted` are disjoint, parents come first in
+    `stored`, and a hash both stored and evicted in between is in neither.
+
+    received   ids of the requests added since the last take
+    """
+
+    stored: list[bytes]
+    evicted: list[bytes]
+    received: list[str]
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts since the engine began.
+
+    hits, partial_hits, misses   first admissions that reused all they could, some, nothing
+    reused_tokens                prompt tokens not computed, at first admissions
+    resumed_tokens               tokens not computed again, when preempted ones came back
+    computed_prompt_tokens       prefill tokens computed, recomputation after preemption included
+    held_requests                times that a request was held back for another's prefix
+    duplicates                   blocks computed though another had cached them meanwhile
+    collisions                   equal hashes of unequal content seen, on a look-up or a commit
+    failed_steps                 steps in which the runner failed
+    """
+
+    hits: int
+    partial_hits: int
+    misses: int
+    reused_tokens: int
+    resumed_tokens: int
+    computed_prompt_tokens: int
+    generated_tokens: int
+    evictions: int
+    duplicates: int
+    preemptions: int
+    held_requests: int
+    collisions: int
+    steps: int
+    failed_steps: int
+
+
+class EngineCore:
+    """One engine. Not thread-safe: its owner calls one method at a time.
+
+    last_failure   the exception of the last step in which the runner failed
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        *,
+        hash_block: Callable[[bytes, bytes], bytes] = sha256_block,
+        make_policy: Callable[[BlockPool], EvictionPolicy] = Lru,
+    ) -> None:
+        self.config = config
+        self._runner = runner
+        self._pool = BlockPool(config.capacity_blocks)
+        self._cache = PrefixCache(self._pool, make_policy(self._pool), config.block_size)
+        self._scheduler = Scheduler(config, self._pool, self._cache, hash_block)
+        self._end_tokens = frozenset(config.eos_token_ids)
+        self._sequences: dict[str, Sequence] = {}
+        self._received: list[str] = []
+        self._arrivals = 0
+        self._steps = 0
+        self._failed_steps = 0
+        self._generated_tokens = 0
+        self.last_failure: Exception | None = None
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises RequestError: 400 where it can never run (empty, too long for the context or the
+        pool, an id in use), 429 where `max_waiting` requests wait already.
+        """
+        config = self.config
+        if request.request_id in self._sequences:
+            raise RequestError(
+                f"the request id {request.request_id!r} is in use; send another",
+                param="request_id",
+                code="duplicate_request_id",
+            )
+        if request.sampling.max_tokens < 1:
+            raise RequestError(
+                f"max_tokens must be at least 1, got {request.sampling.max_tokens}",
+                param="max_tokens",
+            )
+        if len(request.namespace_root) != ROOT_BYTES:
+            raise _internal(f"namespace root of {len(request.namespace_root)} bytes")
+        try:
+            sequence = Sequence(request, self._arrivals + 1)
+        except ValueError as error:
+            raise _internal(str(error)) from error
+        if not sequence.tokens:
+            raise RequestError("the prompt is empty; send at least one token", param="prompt")
+        if sequence.prompt_tokens >= config.sequence_limit:
+            raise RequestError(
+                f"the prompt has {sequence.prompt_tokens} tokens; with at least 1 to generate, "
+                f"this worker takes {config.sequence_limit - 1} at most: shorten it",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        full_blocks = sequence.prompt_tokens // config.block_size
+        if sequence.hashes and len(sequence.hashes) != full_blocks:
+            raise _internal(f"{len(sequence.hashes)} block hashes for {full_blocks} full blocks")
+        if len(self._scheduler.waiting) >= config.max_waiting:
+            raise RequestError(
+                f"{config.max_waiting} requests wait already; try again later or elsewhere",
+                status=429,
+                type="rate_limit_error",
+                code="queue_full",
+            )
+        self._arrivals += 1
+        self._sequences[request.request_id] = sequence
+        self._received.append(request.request_id)
+        self._scheduler.add(sequence)
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request without an output. Returns whether it was there."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return False
+        self._scheduler.end(sequence)
+        return True
+
+    def flush(self) -> None:
+        """Drop all cached blocks at once; running requests go on, but cache nothing more."""
+        self._scheduler.flush()
+
+    def has_work(self) -> bool:
+        """Whether a request runs or waits."""
+        return bool(self._sequences)
+
+    def step(self, now: float = 0.0) -> list[Output]:
+        """Compute one batch. `now` is the caller's clock in seconds, for eviction policies only.
+
+        A failing runner ends the requests of its batch with "error" outputs; nothing that they
+        computed is cached, and the others go on. Raises InvariantError where there is work but
+        none can be done.
+        """
+        plan = self._scheduler.schedule(now)
+        if not plan:
+            if self._sequences:
+                load = self.load()
+                raise InvariantError(f"nothing can be scheduled: {load}, {self.config}")
+            return []
+        batch = []
+        for sequence, count in plan.items():
+            tokens, start = sequence.tokens, sequence.computed_tokens
+            end = start + count
+            batch.append(
+                BatchItem(
+                    sequence.request_id,
+                    tokens[start:end],
+                    start,
+                    sequence.block_table,
+                    end == len(tokens),
+                    sequence.sampling,
+                    len(tokens) - sequence.prompt_tokens,
+                )
+            )
+        self._steps += 1
+        try:
+            sampled = self._runner.execute(batch)
+            _check_sampled(batch, sampled)
+        except Exception as error:
+            return self._fail(plan, error)
+        return self._commit(plan, sampled)
+
+    def load(self) -> Load:
+        """The load now, in O(1)."""
+        return Load(
+            pending_prefill_tokens=self._scheduler.pending_prefill_tokens,
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            free_blocks=self._pool.free_blocks,
+            cached_blocks=len(self._cache),
+        )
+
+    def take_changes(self) -> Changes:
+        """What changed since the last take. Applying all of them gives `cached_blocks()`."""
+        stored, evicted = self._cache.take_changes()
+        received, self._received = self._received, []
+        return Changes(stored=stored, evicted=evicted, received=received)
+
+    def cached_blocks(self) -> list[bytes]:
+        """Hashes of all cached blocks, parents first."""
+        return self._cache.hashes()
+
+    def stats(self) -> EngineStats:
+        """Counts since the engine began."""
+        scheduler, cache = self._scheduler, self._cache
+        return EngineStats(
+            hits=scheduler.hits,
+            partial_hits=scheduler.partial_hits,
+            misses=scheduler.misses,
+            reused_tokens=scheduler.reused_tokens,
+            resumed_tokens=scheduler.resumed_tokens,
+            computed_prompt_tokens=scheduler.computed_prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            evictions=cache.evictions,
+            duplicates=cache.duplicates,
+            preemptions=scheduler.preemptions,
+            held_requests=scheduler.held_requests,
+            collisions=cache.collisions,
+            steps=self._steps,
+            failed_steps=self._failed_steps,
+        )
+
+    def check(self) -> None:
+        """Raises InvariantError, with figures, where the bookkeeping is wrong. O(pool)."""
+        self._scheduler.check()
+        live = self._scheduler.running.keys() | self._scheduler.waiting.keys()
+        if live != self._sequences.keys():
+            raise InvariantError(f"requests {sorted(live ^ self._sequences.keys())} are lost")
+
+    def _commit(self, plan: Plan, sampled: list[int | None]) -> list[Output]:
+        commit, limit = self._scheduler.commit, self.config.sequence_limit
+        outputs = []
+        for (sequence, count), token in zip(plan.items(), sampled, strict=True):
+            commit(sequence, count)
+            if token is None:
+                continue
+            tokens, sampling = sequence.tokens, sequence.sampling
+            tokens.append(token)
+            self._generated_tokens += 1
+            reason = ""
+            if token in self._end_tokens and not sampling.ignore_eos:
+                reason = "stop"
+            elif (
+                len(tokens) - sequence.prompt_tokens >= sampling.max_tokens or len(tokens) >= limit
+            ):
+                reason = "length"
+            if reason:
+                self._end(sequence)
+            outputs.append(
+                Output(
+                    request_id=sequence.request_id,
+                    token_ids=[token],
+                    finish_reason=reason,
+                    hit_tokens=sequence.hit_tokens or 0,
+                )
+            )
+        return outputs
+
+    def _fail(self, plan: Plan, error: Exception) -> list[Output]:
+        self.last_failure = error
+        self._failed_steps += 1
+        outputs = []
+        for sequence in plan:
+            self._end(sequence)
+            outputs.append(
+                Output(
+                    request_id=sequence.request_id,
+                    token_ids=[],
+                    finish_reason="error",
+                    hit_tokens=sequence.hit_tokens or 0,
+                    error=f"the engine failed while it computed this: {error!r}",
+                )
+            )
+        return outputs
+
+    def _end(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.request_id]
+        self._scheduler.end(sequence)
+
+
+def _check_sampled(batch: list[BatchItem], sampled: list[int | None]) -> None:
+    if [token is not None for token in sampled] != [item.sample for item in batch]:
+        raise InvariantError(
+            f"the runner sampled {sum(token is not None for token in sampled)} tokens for "
+            f"{sum(item.sample for item in batch)} of {len(batch)} items"
+        )
+
+
+def _internal(what: str) -> RequestError:
+    return RequestError(
+        f"the worker's server handed on a malformed request ({what}); this is a fault of the "
+        "worker, not of the request",
+        status=500,
+        type="server_error",
+    )

@@ -1,0 +1,291 @@
+"""The server's side of the engine process: start it, talk to it, notice its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from cluster.blocks import split_hashes
+from cluster.protocol import Load, RequestError
+from cluster.settings import WorkerSettings
+from worker.engine import Changes, EngineRequest, EngineStats, Output
+from worker.messages import (
+    Add,
+    Blocks,
+    Cancel,
+    Died,
+    EngineInfo,
+    Flush,
+    Flushed,
+    FromEngine,
+    GetBlocks,
+    GetStats,
+    Ready,
+    StartEngine,
+    Stats,
+    Stepped,
+    Stop,
+    decode_from_engine,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+STALL_S = 120.0
+"""An engine that says nothing for so long is taken for dead: its longest step is far shorter."""
+
+OnChanges = Callable[[Changes, Load], None]
+OnFlushed = Callable[[list[str], Load], None]
+
+
+class EngineDead(RuntimeError):
+    """The engine process has ended or does not answer; its text says what is known of why."""
+
+
+class EngineClient:
+    """One engine process. `start` before anything else, `stop` in the end.
+
+    on_changes   called for every change of cache and load, in order
+    on_flushed   called where a new epoch begins, in the same order
+    ended        set once the process has ended or said that it will
+    """
+
+    def __init__(
+        self, settings: WorkerSettings, on_changes: OnChanges, on_flushed: OnFlushed
+    ) -> None:
+        self._settings = settings
+        self._on_changes = on_changes
+        self._on_flushed = on_flushed
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = ""
+        self._context: zmq.asyncio.Context | None = None
+        self._socket: zmq.asyncio.Socket | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._queues: dict[str, asyncio.Queue[Output | Exception]] = {}
+        self._answers: dict[int, asyncio.Future[object]] = {}
+        self._tickets = itertools.count(1)
+        self._heard_at = time.monotonic()
+        self._dead = ""
+        self.ended = asyncio.Event()
+        self._info: EngineInfo | None = None
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine."""
+        assert self._process is not None, "start() first"
+        return self._process.pid
+
+    @property
+    def running(self) -> int:
+        """Requests that have not ended."""
+        return len(self._queues)
+
+    def problem(self) -> str:
+        """Why the engine cannot be used, in words; "" where it can."""
+        if self._dead:
+            return self._dead
+        if self._process is None:
+            return "the engine has not been started"
+        code = self._process.poll()
+        if code is not None:
+            return f"the engine process has ended with exit code {code}"
+        silent_s = time.monotonic() - self._heard_at
+        if self._info is not None and silent_s > STALL_S:
+            return f"the engine has not been heard for {silent_s:.0f} s"
+        return ""
+
+    async def start(self) -> EngineInfo:
+        """Start the process and wait until its model is loaded.
+
+        Raises EngineDead where it ends before that.
+        """
+        self._folder = tempfile.mkdtemp(prefix="stemroute-")
+        address = f"ipc://{Path(self._folder) / 'engine'}"
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.bind(address)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        self._process = await asyncio.to_thread(
+            subprocess.Popen,
+            [sys.executable, "-m", "worker.engine_process"],
+            stdin=subprocess.PIPE,
+            env=environment,
+        )
+        assert self._process.stdin is not None
+        start = StartEngine(socket=address, settings=self._settings)
+        self._process.stdin.write(msgspec.json.encode(start) + b"\n")
+        self._process.stdin.flush()
+        ready = asyncio.get_running_loop().create_future()
+        self._answers[0] = ready
+        self._reader = asyncio.create_task(self._read())
+        self._info = await ready
+        assert isinstance(self._info, EngineInfo)
+        return self._info
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[Output, None]:
+        """Run a request; leaving the iteration early cancels it.
+
+        Raises RequestError where the engine refuses it, EngineDead where the engine ends.
+        """
+        self._raise_if_dead()
+        if request.request_id in self._queues:
+            raise RequestError(
+                f"a request with the id {request.request_id} runs already", status=409
+            )
+        queue: asyncio.Queue[Output | Exception] = asyncio.Queue()
+        self._queues[request.request_id] = queue
+        ended = False
+        try:
+            await self._send(Add(request))
+            while not ended:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    ended = True
+                    raise item
+                ended = bool(item.finish_reason)
+                yield item
+        finally:
+            del self._queues[request.request_id]
+            if not ended and not self._dead:
+                with contextlib.suppress(zmq.ZMQError):
+                    self._send_now(Cancel(request.request_id))
+
+    async def flush(self) -> None:
+        """Empty the cache; `on_flushed` has been called when this returns."""
+        await self._ask(Flush(next(self._tickets)))
+
+    async def blocks(self) -> list[bytes]:
+        """Hashes of all blocks cached now, as the engine itself knows them."""
+        joined = await self._ask(GetBlocks(next(self._tickets)))
+        assert isinstance(joined, bytes)
+        return split_hashes(joined)
+
+    async def stats(self) -> EngineStats:
+        """The engine's counts."""
+        stats = await self._ask(GetStats(next(self._tickets)))
+        assert isinstance(stats, EngineStats)
+        return stats
+
+    async def stop(self) -> None:
+        """End the process, by force if it does not heed. Running requests fail."""
+        if self._process is None:
+            return
+        if self._process.poll() is None and self._socket is not None and not self._dead:
+            with contextlib.suppress(zmq.ZMQError):
+                await self._send(Stop())
+        assert self._process.stdin is not None
+        try:
+            await asyncio.to_thread(self._process.wait, 5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._die("the engine has been stopped")
+        if self._reader is not None:
+            self._reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reader
+        if self._socket is not None and self._context is not None:
+            self._socket.close(linger=0)
+            self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _read(self) -> None:
+        assert self._socket is not None
+        assert self._process is not None
+        while True:
+            if not await self._socket.poll(500):
+                code = self._process.poll()
+                if code is not None:
+                    self._die(f"the engine process has ended with exit code {code}")
+                    return
+                continue
+            self._take(decode_from_engine(await self._socket.recv()))
+            self._heard_at = time.monotonic()
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case Stepped():
+                self._on_changes(message.changes, message.load)
+                for output in message.outputs:
+                    if queue := self._queues.get(output.request_id):
+                        queue.put_nowait(output)
+                for refused in message.refused:
+                    if queue := self._queues.get(refused.request_id):
+                        queue.put_nowait(
+                            RequestError(
+                                refused.message,
+                                status=refused.status,
+                                type=refused.type,
+                                param=refused.param,
+                                code=refused.code,
+                            )
+                        )
+            case Flushed(ticket=ticket):
+                self._on_flushed(message.received, message.load)
+                self._answer(ticket, None)
+            case Blocks(ticket, joined):
+                self._answer(ticket, joined)
+            case Stats(ticket, stats):
+                self._answer(ticket, stats)
+            case Ready(info):
+                self._answer(0, info)
+            case Died(reason):
+                self._die(f"the engine has failed: {reason}")
+
+    def _answer(self, ticket: int, value: object) -> None:
+        future = self._answers.pop(ticket, None)
+        if future is not None and not future.done():
+            future.set_result(value)
+
+    def _die(self, reason: str) -> None:
+        """Everybody who waits learns that, and why, the engine is gone."""
+        if self._dead:
+            return
+        self._dead = reason
+        self.ended.set()
+        for queue in self._queues.values():
+            queue.put_nowait(EngineDead(reason))
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(EngineDead(reason))
+        self._answers.clear()
+
+    def _raise_if_dead(self) -> None:
+        problem = self.problem()
+        if problem:
+            raise EngineDead(problem)
+
+    async def _ask(self, message: Flush | GetBlocks | GetStats) -> object:
+        self._raise_if_dead()
+        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self._answers[message.ticket] = future
+        await self._send(message)
+        return await future
+
+    async def _send(self, message: object) -> None:
+        assert self._socket is not None
+        await self._socket.send(encode(message))
+
+    def _send_now(self, message: object) -> None:
+        """Send from where awaiting is not possible; the socket has no high-water mark."""
+        assert self._socket is not None
+        future = self._socket.send(encode(message), zmq.NOBLOCK)
+        if isinstance(future, asyncio.Future):
+            future.add_done_callback(lambda f: f.cancelled() or f.exception())

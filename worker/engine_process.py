@@ -1,0 +1,173 @@
+"""The engine in a process of its own, so that streaming answers never hold its GIL.
+
+    python -m worker.engine_process
+
+Standard input's first line says how to build the engine. The pipe then stays open for as long
+as the server lives; when it closes, however the server ended, this process ends too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+
+import msgspec
+import zmq
+
+from cluster.blocks import join_hashes
+from cluster.protocol import RequestError
+from worker.build import build_engine
+from worker.engine import EngineCore
+from worker.messages import (
+    Add,
+    Blocks,
+    Cancel,
+    Died,
+    Flush,
+    Flushed,
+    GetBlocks,
+    GetStats,
+    Ready,
+    Refused,
+    StartEngine,
+    Stats,
+    Stepped,
+    Stop,
+    ToEngine,
+    decode_to_engine,
+    encode,
+)
+
+log = logging.getLogger("worker.engine")
+
+SIGN_OF_LIFE_MS = 1000
+FAILED_STEPS_TO_GIVE_UP = 3
+"""So many failed steps in a row, and the process ends: whoever watches it starts a fresh one."""
+
+
+class EngineLoop:
+    """Takes messages, steps the engine, tells what happened."""
+
+    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes]) -> None:
+        self._core = core
+        self._socket = socket
+        self._refused: list[Refused] = []
+        self._failed_in_a_row = 0
+        self._stopped = False
+
+    def run(self) -> None:
+        """Until a Stop message. Raises RuntimeError when steps keep failing."""
+        while not self._stopped:
+            idle = not self._core.has_work()
+            heard = self._take_messages(SIGN_OF_LIFE_MS if idle else 0)
+            if self._core.has_work():
+                self._step()
+            elif heard or idle:
+                self._tell([], "")
+
+    def _take_messages(self, wait_ms: int) -> bool:
+        if not self._socket.poll(wait_ms):
+            return False
+        while True:
+            try:
+                raw = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            self._take(decode_to_engine(raw))
+
+    def _take(self, message: ToEngine) -> None:
+        core = self._core
+        match message:
+            case Add(request):
+                try:
+                    core.add(request)
+                except RequestError as error:
+                    self._refused.append(
+                        Refused(
+                            request_id=request.request_id,
+                            message=error.message,
+                            status=error.status,
+                            type=error.type,
+                            param=error.param,
+                            code=error.code,
+                        )
+                    )
+            case Cancel(request_id):
+                core.cancel(request_id)
+            case Flush(ticket):
+                self._tell([], "")  # what came before belongs to the epoch that ends
+                core.flush()
+                changes = core.take_changes()  # all evicted: the new epoch says so already
+                self._send(Flushed(ticket=ticket, received=changes.received, load=core.load()))
+            case GetBlocks(ticket):
+                self._tell([], "")
+                self._send(Blocks(ticket, join_hashes(core.cached_blocks())))
+            case GetStats(ticket):
+                self._send(Stats(ticket, core.stats()))
+            case Stop():
+                self._stopped = True
+
+    def _step(self) -> None:
+        failed_before = self._core.stats().failed_steps
+        outputs = self._core.step()
+        failure = ""
+        if self._core.stats().failed_steps > failed_before:
+            self._failed_in_a_row += 1
+            failure = repr(self._core.last_failure)
+            log.error("a step failed: %s", failure, exc_info=self._core.last_failure)
+        else:
+            self._failed_in_a_row = 0
+        self._tell(outputs, failure)
+        if self._failed_in_a_row >= FAILED_STEPS_TO_GIVE_UP:
+            raise RuntimeError(f"{self._failed_in_a_row} steps in a row failed: {failure}")
+
+    def _tell(self, outputs: list, failure: str) -> None:  # type: ignore[type-arg]
+        refused, self._refused = self._refused, []
+        self._send(
+            Stepped(
+                outputs=outputs,
+                refused=refused,
+                changes=self._core.take_changes(),
+                load=self._core.load(),
+                failure=failure,
+            )
+        )
+
+    def _send(self, message: object) -> None:
+        self._socket.send(encode(message))
+
+
+def _end_with_parent() -> None:
+    """Block until the server's end of the pipe closes, then end at once."""
+    while os.read(0, 1):  # not sys.stdin: its lock would be held when the interpreter ends
+        pass
+    os._exit(0)
+
+
+def main() -> None:
+    """Entry point of the process."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=StartEngine)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    context = zmq.Context()
+    socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+    socket.set_hwm(0)
+    socket.connect(start.socket)
+    try:
+        core, info = build_engine(start.settings)
+        socket.send(encode(Ready(info)))
+        EngineLoop(core, socket).run()
+    except Exception as error:
+        log.exception("the engine cannot go on")
+        socket.send(encode(Died(f"{type(error).__name__}: {error}")))
+        socket.close(linger=2000)
+        context.term()
+        sys.exit(1)
+    socket.close(linger=0)
+    context.term()
+
+
+if __name__ == "__main__":
+    main()

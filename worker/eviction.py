@@ -1,0 +1,71 @@
+"""Which cached block goes when a block is needed: the policies' interface, and LRU.
+
+The cache may only lose *leaves*: cached blocks that nobody references and that no cached block
+continues. Then what is cached stays prefix-closed whatever the policy. The cache tells its policy
+which blocks are leaves, as they change; a policy orders them by what it knows of their use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from worker.block_pool import BlockPool
+
+
+class BlockUse(NamedTuple):
+    """Who uses blocks, told to the policy once for a whole run of them.
+
+    now            time of the step, seconds on the caller's clock
+    depth          index of the first block in its sequence; the others follow
+    prompt_blocks  full blocks of the sequence's prompt, to tell the offset from its end
+    """
+
+    now: float
+    depth: int
+    prompt_blocks: int
+
+
+class EvictionPolicy(Protocol):
+    """A policy sees block numbers only; pool and cache call it, never the other way round."""
+
+    def used(self, blocks: Sequence[int], use: BlockUse) -> None:
+        """A sequence stored these blocks, or found them cached."""
+        ...
+
+    def leaf(self, block: int) -> None:
+        """The block may now be evicted."""
+        ...
+
+    def withdrawn(self, block: int) -> None:
+        """It may not any longer: it is referenced again, or was dropped by a flush."""
+        ...
+
+    def victim(self) -> int:
+        """The leaf to evict now; it is a leaf no more. Called only while there is one."""
+        ...
+
+
+class Lru:
+    """Evict what was released longest ago.
+
+    The pool's free list already is that order, and its head always is a leaf: a sequence
+    references its whole cached prefix and releases it deepest block first, so a block lies behind
+    everything that continues it. Hence no state and O(1).
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def used(self, blocks: Sequence[int], use: BlockUse) -> None:
+        """Nothing to note: releasing the blocks puts them last."""
+
+    def leaf(self, block: int) -> None:
+        """Nothing to note."""
+
+    def withdrawn(self, block: int) -> None:
+        """Nothing to note."""
+
+    def victim(self) -> int:
+        """The head of the free list."""
+        return self._pool.oldest_kept()

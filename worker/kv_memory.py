@@ -1,0 +1,65 @@
+"""Memory of the paged KV pool: its layout, what a block costs, how many blocks fit."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from worker.models.config import ModelConfig
+
+CPU_POOL_BYTES = 1 << 30
+CPU_POOL_SHARE = 0.125
+"""On a CPU the pool takes at most so much, and at most that share of the free memory: other
+workers and the page cache live there too."""
+
+
+def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: keys and values of `block_size` tokens in all layers."""
+    return 2 * config.layers * block_size * config.kv_heads * config.head_dim * dtype.itemsize
+
+
+def blocks_that_fit(
+    config: ModelConfig,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    memory_share: float,
+) -> int:
+    """Usable blocks (block 0 not counted) for a pool on `device`; call it with weights loaded.
+
+    On CUDA `memory_share` of the memory that is free now. On a CPU a modest default.
+    Raises MemoryError where not even one block fits.
+    """
+    block_bytes = kv_block_bytes(config, block_size, dtype)
+    device = torch.device(device)
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        pool_bytes = int(free_bytes * memory_share)
+    else:
+        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        pool_bytes = min(CPU_POOL_BYTES, int(free_bytes * CPU_POOL_SHARE))
+    blocks = pool_bytes // block_bytes - 1
+    if blocks < 1:
+        raise MemoryError(
+            f"a KV pool of {pool_bytes} bytes on {device} ({free_bytes} bytes free) holds no block "
+            f"of {block_bytes} bytes; free memory, use a smaller model or a smaller block size"
+        )
+    return blocks
+
+
+def new_pools(
+    config: ModelConfig, kv_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Per layer keys and values, each `[kv_blocks + 1, block_size, kv_heads, head_dim]`.
+
+    Zeroed: under a mask a zero is harmless, a NaN would leak.
+    """
+    shape = (kv_blocks + 1, block_size, config.kv_heads, config.head_dim)
+    return [
+        (
+            torch.zeros(shape, dtype=dtype, device=device),
+            torch.zeros(shape, dtype=dtype, device=device),
+        )
+        for _ in range(config.layers)
+    ]

@@ -1,0 +1,246 @@
+"""Full blocks by hash: longest match, storing, eviction, and what changed.
+
+The cached set is *prefix-closed*: with a block, everything before it in its chain is cached. Three
+rules keep it so: a block is stored only below a cached parent; whoever references a cached block
+references all its cached prefix; only leaves are evicted. So the depth of a chain can be found by
+bisection, here and at the routers.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from worker.block_pool import BlockPool, InvariantError
+from worker.eviction import BlockUse, EvictionPolicy
+
+
+class Probe(NamedTuple):
+    """A look-up without consequences.
+
+    cached      leading blocks of the chain that are cached
+    referenced  leading blocks of these that running sequences reference (so they are not free)
+    """
+
+    cached: int
+    referenced: int
+
+
+class PrefixCache:
+    """Owner of the map from block hash to block.
+
+    A block's *content* is what its hash was made of: the parent's hash (the namespace root at
+    depth 0) followed by the block's packed tokens. It is kept and compared, so that two blocks
+    with equal hashes are told apart: a collision is a miss.
+    """
+
+    def __init__(self, pool: BlockPool, policy: EvictionPolicy, block_size: int) -> None:
+        self._pool = pool
+        self._policy = policy
+        self._block_bytes = 4 * block_size
+        # Maps of bytes and ints only: the garbage collector does not walk them.
+        self._blocks: dict[bytes, int] = {}
+        self._hashes: dict[int, bytes] = {}
+        self._contents: dict[int, bytes] = {}
+        self._parents = array("i", bytes(4 * (pool.capacity + 1)))
+        self._children = array("i", bytes(4 * (pool.capacity + 1)))
+        self._stored: dict[bytes, None] = {}
+        self._evicted: dict[bytes, None] = {}
+        self.evictions = 0
+        self.collisions = 0
+        self.duplicates = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def hashes(self) -> list[bytes]:
+        """Hashes of all cached blocks, parents first."""
+        return list(self._blocks)
+
+    def holds(self, block: int) -> bool:
+        """Whether the block is cached."""
+        return block in self._hashes
+
+    def probe(self, hashes: Sequence[bytes], limit: int) -> Probe:
+        """How much of a chain is cached, at most `limit` blocks, in O(log limit).
+
+        Hashes only, contents are not compared: an upper bound where hashes collide.
+        """
+        blocks, references = self._blocks, self._pool.references
+        if not limit or hashes[0] not in blocks:
+            return Probe(0, 0)
+        cached = bisect_left(range(limit), True, key=lambda i: hashes[i] not in blocks)
+        referenced = bisect_left(
+            range(cached), True, key=lambda i: not references(blocks.get(hashes[i], 0))
+        )
+        return Probe(cached, referenced)
+
+    def acquire(
+        self, root: bytes, hashes: Sequence[bytes], packed: bytes, limit: int, use: BlockUse
+    ) -> list[int]:
+        """Longest match of at most `limit` blocks, each with one reference more.
+
+        `packed` holds the sequence's tokens, at least `limit` blocks of them.
+        """
+        found: list[int] = []
+        size = self._block_bytes
+        parent = root
+        for index in range(limit):
+            block = self._blocks.get(hashes[index])
+            if block is None:
+                break
+            if self._contents[block] != parent + packed[index * size : (index + 1) * size]:
+                self.collisions += 1
+                break
+            if self._pool.share(block) and not self._children[block]:
+                self._policy.withdrawn(block)
+            found.append(block)
+            parent = hashes[index]
+        if found:
+            self._policy.used(found, use)
+        return found
+
+    def allocate(self) -> int:
+        """A block to write, with one reference; evicts where nothing is vacant.
+
+        Raises InvariantError where every block is referenced: look at `pool.free_blocks` first.
+        """
+        if not self._pool.vacant and self._pool.free_blocks:
+            self._evict(self._policy.victim())
+        return self._pool.allocate()
+
+    def store(
+        self,
+        block: int,
+        block_hash: bytes,
+        parent: int,
+        parent_key: bytes,
+        packed: bytes,
+        use: BlockUse,
+    ) -> int:
+        """Offer a block whose KV is written and final. Returns the block to use from now on.
+
+        That is `block` itself, now cached; or the block that has this content already: then the
+        caller's reference has moved there, and `block` is given back (were both kept, evicting
+        one would announce a hash as gone that is still cached). 0 means that the hash belongs to
+        other content: nothing is cached, the caller keeps `block`.
+
+        `parent` is the cached, referenced block before it, 0 at depth 0; `parent_key` is its
+        hash, or the namespace root.
+        """
+        content = parent_key + packed
+        present = self._blocks.get(block_hash)
+        if present is not None:
+            if self._contents[present] != content:
+                self.collisions += 1
+                return 0
+            if present == block:
+                raise InvariantError(f"block {block} is stored twice")
+            self.duplicates += 1
+            if self._pool.share(present) and not self._children[present]:
+                self._policy.withdrawn(present)
+            self._pool.release(block, keep=False)
+            self._policy.used((present,), use)
+            return present
+        if block in self._hashes or (parent and parent not in self._hashes):
+            raise InvariantError(f"block {block} cannot be stored below block {parent}")
+        self._blocks[block_hash] = block
+        self._hashes[block] = block_hash
+        self._contents[block] = content
+        self._parents[block] = parent
+        if parent:
+            self._children[parent] += 1
+        self._policy.used((block,), use)
+        if block_hash in self._evicted:
+            del self._evicted[block_hash]
+        else:
+            self._stored[block_hash] = None
+        return block
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give back a sequence's references, deepest block first (the LRU order needs it)."""
+        pool, hashes, children = self._pool, self._hashes, self._children
+        for block in reversed(blocks):
+            cached = block in hashes
+            if pool.release(block, keep=cached) and cached and not children[block]:
+                self._policy.leaf(block)
+
+    def flush(self) -> None:
+        """Forget everything. Referenced blocks stay valid for who uses them."""
+        # Children before parents, as in eviction.
+        for block_hash, block in reversed(self._blocks.items()):
+            if not self._pool.references(block):
+                if not self._children[block]:
+                    self._policy.withdrawn(block)
+                self._pool.vacate(block)
+            self._note_gone(block_hash)
+        for block in self._hashes:
+            self._parents[block] = self._children[block] = 0
+        self._blocks.clear()
+        self._hashes.clear()
+        self._contents.clear()
+
+    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Hashes stored (parents first) and evicted since the last take, net and disjoint."""
+        stored, evicted = list(self._stored), list(self._evicted)
+        self._stored.clear()
+        self._evicted.clear()
+        return stored, evicted
+
+    def _evict(self, block: int) -> None:
+        block_hash = self._hashes.get(block)
+        if block_hash is None or self._children[block] or self._pool.references(block):
+            raise InvariantError(
+                f"block {block} is no leaf: cached {block_hash is not None}, "
+                f"{self._children[block]} children, {self._pool.references(block)} references"
+            )
+        self._pool.vacate(block)
+        del self._blocks[block_hash], self._hashes[block], self._contents[block]
+        self._note_gone(block_hash)
+        self.evictions += 1
+        parent = self._parents[block]
+        self._parents[block] = 0
+        if parent:
+            self._children[parent] -= 1
+            if not self._children[parent] and not self._pool.references(parent):
+                self._policy.leaf(parent)
+
+    def _note_gone(self, block_hash: bytes) -> None:
+        if block_hash in self._stored:
+            del self._stored[block_hash]
+        else:
+            self._evicted[block_hash] = None
+
+    def check(self) -> None:
+        """Raises InvariantError unless prefix-closed and in agreement with the pool. O(pool)."""
+        if not len(self._blocks) == len(self._hashes) == len(self._contents):
+            raise InvariantError(
+                f"{len(self._blocks)} hashes, {len(self._hashes)} blocks, "
+                f"{len(self._contents)} contents"
+            )
+        kept = set(self._pool.kept_blocks())
+        children = array("i", bytes(4 * (self._pool.capacity + 1)))
+        for block_hash, block in self._blocks.items():
+            if self._hashes.get(block) != block_hash:
+                raise InvariantError(f"block {block} is cached under two hashes")
+            references = self._pool.references(block)
+            if (references == 0) != (block in kept):
+                raise InvariantError(
+                    f"cached block {block}: {references} references, kept {block in kept}"
+                )
+            parent = self._parents[block]
+            key = self._contents[block][: -self._block_bytes]
+            if parent:
+                children[parent] += 1
+                if self._hashes.get(parent) != key:
+                    raise InvariantError(f"block {block} is cached, its parent {parent} is not")
+                if references and not self._pool.references(parent):
+                    raise InvariantError(f"block {block} is referenced, its parent {parent} is not")
+        if children != self._children:
+            raise InvariantError("counts of cached children are wrong")
+        if not kept <= self._hashes.keys():
+            raise InvariantError(
+                f"blocks {sorted(kept - self._hashes.keys())} are kept, not cached"
+            )

@@ -1,0 +1,415 @@
+"""Which tokens of which sequences are computed in the next step.
+
+There are no phases: in every step, each running sequence's computed tokens catch up with its
+tokens as far as the budget goes. A whole prompt, a chunk of it, the suffix after a cached prefix,
+recomputation after preemption and a decode (one token) are the same thing with other numbers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import islice
+
+import msgspec
+
+from worker.block_pool import BlockPool, InvariantError
+from worker.eviction import BlockUse
+from worker.prefix_cache import PrefixCache
+from worker.sequence import Sequence, Status
+
+Plan = dict[Sequence, int]
+"""Tokens to compute of each sequence in one step."""
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of one engine. Raises ValueError where they cannot work.
+
+    block_size       tokens in a block
+    capacity_blocks  usable KV blocks, the reserved block 0 not counted
+    context_tokens   longest prompt + output of one sequence
+    max_batch_size   sequences that may run at once
+    token_budget     tokens computed in one step at most
+    chunk_tokens     prefill tokens of one sequence in one step at most; 0 is the whole budget
+    max_waiting      requests that may wait
+    eos_token_ids    tokens that end an answer
+    """
+
+    block_size: int
+    capacity_blocks: int
+    context_tokens: int
+    max_batch_size: int
+    token_budget: int
+    chunk_tokens: int = 0
+    max_waiting: int = 1024
+    eos_token_ids: list[int] = msgspec.field(default_factory=list)
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in (
+            "block_size",
+            "capacity_blocks",
+            "context_tokens",
+            "max_batch_size",
+            "token_budget",
+            "max_waiting",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.chunk_tokens < 0:
+            raise ValueError(f"chunk_tokens must not be negative, got {self.chunk_tokens}")
+
+    @property
+    def chunk_limit(self) -> int:
+        """`chunk_tokens`, or the whole budget where it is 0."""
+        return min(self.chunk_tokens or self.token_budget, self.token_budget)
+
+    @property
+    def sequence_limit(self) -> int:
+        """Tokens that one sequence may have: the context, or all of a smaller pool."""
+        return min(self.context_tokens, self.capacity_blocks * self.block_size)
+
+
+class Scheduler:
+    """Owner of the sequences' state, of the waiting queue and of the running set.
+
+    Order of a step: decodes, then prefills already begun, then admissions from the queue's front.
+    A decode costs one token and somebody reads along; a prefill begun holds blocks that are worth
+    nothing before it is through.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: BlockPool,
+        cache: PrefixCache,
+        hash_block: Callable[[bytes, bytes], bytes],
+    ) -> None:
+        self._config = config
+        self._block_size = config.block_size
+        self._chunk_limit = config.chunk_limit
+        self._pool = pool
+        self._cache = cache
+        self._hash_block = hash_block
+        self._now = 0.0
+        self.waiting: OrderedDict[str, Sequence] = OrderedDict()
+        self.running: dict[str, Sequence] = {}
+        # Hash of every full block that a running prefill has still to compute -> that sequence.
+        self._in_flight: dict[bytes, Sequence] = {}
+        self.pending_prefill_tokens = 0
+        """Sum of the sequences' `pending_tokens`."""
+        self.hits = self.partial_hits = self.misses = 0
+        self.reused_tokens = self.resumed_tokens = self.computed_prompt_tokens = 0
+        self.preemptions = self.held_requests = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence at the end."""
+        self._extend_hashes(sequence)
+        self.waiting[sequence.request_id] = sequence
+        self._estimate(sequence, self._cache.probe(sequence.hashes, self._hit_limit(sequence))[0])
+
+    def schedule(self, now: float) -> Plan:
+        """Plan one step. Every planned sequence has the blocks that its tokens need."""
+        self._now = now
+        plan: Plan = {}
+        preemptions = self.preemptions
+        self._plan_decodes(plan)
+        budget = self._config.token_budget - sum(plan.values())
+        budget = self._plan_prefills(plan, budget)
+        # A step that had to preempt has no blocks to give: admitting would only evict what the
+        # victim is about to look for again.
+        if self.preemptions == preemptions:
+            self._admit(plan, budget)
+        return plan
+
+    def commit(self, sequence: Sequence, count: int) -> None:
+        """The forward pass has written the KV of `count` more tokens of the sequence."""
+        computed = sequence.computed_tokens = sequence.computed_tokens + count
+        if sequence.pending_tokens:
+            sequence.pending_tokens -= count
+            self.pending_prefill_tokens -= count
+            self.computed_prompt_tokens += count
+        full = computed // self._block_size
+        if full > sequence.settled_blocks:
+            self._settle(sequence, full)
+
+    def end(self, sequence: Sequence) -> None:
+        """Take a sequence out at whatever stage it is, and give back what it holds."""
+        if sequence.status is Status.WAITING:
+            del self.waiting[sequence.request_id]
+            self._set_pending(sequence, 0)
+        else:
+            self._stop_running(sequence)
+        sequence.status = Status.ENDED
+
+    def flush(self) -> None:
+        """Forget all cached blocks; running sequences go on with theirs.
+
+        What these computed before the flush must never be hit again, and a block computed later
+        would be cached without its parent. So a sequence that runs across a flush caches nothing
+        more, unless it is preempted and computed afresh.
+        """
+        self._cache.flush()
+        self._in_flight.clear()
+        for sequence in self.running.values():
+            sequence.publishes = False
+        for sequence in self.waiting.values():
+            sequence.held_for = None
+            self._estimate(sequence, 0)
+
+    def _plan_decodes(self, plan: Plan) -> None:
+        budget = self._config.token_budget
+        block_size = self._block_size
+        for sequence in list(self.running.values()):
+            if sequence.pending_tokens or sequence.status is not Status.RUNNING:
+                continue  # a prefill, or preempted in favour of one before it
+            if not budget:
+                break
+            if sequence.computed_tokens == len(
+                sequence.block_table
+            ) * block_size and not self._grow(sequence, plan):
+                continue
+            plan[sequence] = 1
+            budget -= 1
+
+    def _plan_prefills(self, plan: Plan, budget: int) -> int:
+        # Admission has given them all their blocks already.
+        if self.pending_prefill_tokens:
+            for sequence in self.running.values():
+                if not budget:
+                    break
+                if sequence.pending_tokens:
+                    count = min(budget, self._chunk_limit, sequence.pending_tokens)
+                    plan[sequence] = count
+                    budget -= count
+        return budget
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        """First come, first served: who does not fit keeps those behind out as well, or a long
+        prompt would starve. Only a request that is held back for another's prefix is passed by:
+        its wait is short, and it would compute nothing new.
+        """
+        admitted = []
+        for sequence in self.waiting.values():
+            if not budget or len(self.running) >= self._config.max_batch_size:
+                break
+            if sequence.held_for in self._in_flight:
+                continue
+            sequence.held_for = None
+            limit = self._hit_limit(sequence)
+            cached, referenced = self._cache.probe(sequence.hashes, limit)
+            if self._hold(sequence, cached, limit):
+                continue
+            if not self._place(sequence, limit, referenced):
+                self._estimate(sequence, cached)
+                break
+            admitted.append(sequence)
+            count = min(budget, self._chunk_limit, sequence.pending_tokens)
+            plan[sequence] = count
+            budget -= count
+        for sequence in admitted:
+            del self.waiting[sequence.request_id]
+
+    def _hold(self, sequence: Sequence, cached: int, limit: int) -> bool:
+        """Whether to wait for blocks that a running prefill is about to compute.
+
+        ```
+        |<- cached ->|<- shared with the holder, in flight ->|<- the sequence's own ->|
+                     |<------------- saved ----------------->|
+              |<- holder still computes: the wait ---------->|
+        ```
+        Held where the wait is longer than computing the saved tokens by at most one chunk, that
+        is about one step: it then costs little or no time and spares the engine `saved` tokens.
+        Whom a sequence waits for is running, never waiting itself, so there is no deadlock; when
+        the holder ends or is preempted its blocks leave `_in_flight` and the wait is over.
+        """
+        if cached >= limit:
+            return False
+        hashes = sequence.hashes
+        holder = self._in_flight.get(hashes[cached])
+        if holder is None:
+            return False
+        theirs = holder.hashes
+        end = min(limit, len(theirs))
+        shared = bisect_left(range(end), True, cached, key=lambda i: hashes[i] != theirs[i])
+        saved = (shared - cached) * self._block_size
+        wait = shared * self._block_size - holder.computed_tokens
+        if saved <= 0 or wait > saved + self._chunk_limit:
+            return False
+        sequence.held_for = hashes[shared - 1]
+        self._estimate(sequence, shared)
+        self.held_requests += 1
+        return True
+
+    def _place(self, sequence: Sequence, limit: int, referenced: int) -> bool:
+        """Pin the cached prefix, then allocate blocks for all the other tokens.
+
+        All at once, so that a prefill that has begun never waits for blocks. One block more for
+        each running sequence must stay free: each will want one within `block_size` steps, and
+        admitting into that would end in preemption. Nothing is taken where it does not suffice.
+        """
+        pool = self._pool
+        total = -(-len(sequence.tokens) // self._block_size)
+        headroom = len(self.running)
+        # `referenced` blocks are in use already; all others, cached or not, come out of the free.
+        if total - referenced + headroom > pool.free_blocks:
+            return False
+        blocks: list[int] = []
+        if limit:
+            use = BlockUse(self._now, 0, sequence.prompt_tokens // self._block_size)
+            blocks = self._cache.acquire(
+                sequence.request.namespace_root, sequence.hashes, sequence.packed(), limit, use
+            )
+        if total - len(blocks) + headroom > pool.free_blocks:  # less was found than probed
+            self._cache.release(blocks)
+            return False
+        hit_blocks = len(blocks)
+        blocks.extend([self._cache.allocate() for _ in range(total - hit_blocks)])
+        sequence.block_table = blocks
+        sequence.settled_blocks = hit_blocks
+        sequence.computed_tokens = hit_blocks * self._block_size
+        sequence.publishes = self._config.prefix_caching
+        sequence.status = Status.RUNNING
+        self._set_pending(sequence, len(sequence.tokens) - sequence.computed_tokens)
+        self.running[sequence.request_id] = sequence
+        for block_hash in islice(sequence.hashes, hit_blocks, None):
+            self._in_flight.setdefault(block_hash, sequence)
+        self._count_hit(sequence, hit_blocks, limit)
+        return True
+
+    def _count_hit(self, sequence: Sequence, hit_blocks: int, limit: int) -> None:
+        if sequence.hit_tokens is not None:
+            self.resumed_tokens += sequence.computed_tokens
+            return
+        sequence.hit_tokens = sequence.computed_tokens
+        self.reused_tokens += sequence.computed_tokens
+        if not hit_blocks:
+            self.misses += 1
+        elif hit_blocks == limit:
+            self.hits += 1
+        else:
+            self.partial_hits += 1
+
+    def _grow(self, sequence: Sequence, plan: Plan) -> bool:
+        """One block more for a decode; preempts the latest arrived while none is free.
+
+        Returns False where the sequence itself was the latest. The earliest arrived is never
+        preempted for others, so somebody always gets on.
+        """
+        while not self._pool.free_blocks:
+            victim = max(self.running.values(), key=lambda running: running.order)
+            self._preempt(victim)
+            plan.pop(victim, None)
+            if victim is sequence:
+                return False
+        sequence.block_table.append(self._cache.allocate())
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the queue's front. Outputs stay; its KV is looked up or computed afresh."""
+        self._stop_running(sequence)
+        sequence.status = Status.WAITING
+        self.waiting[sequence.request_id] = sequence
+        self.waiting.move_to_end(sequence.request_id, last=False)
+        self._extend_hashes(sequence)
+        self._estimate(sequence, self._cache.probe(sequence.hashes, self._hit_limit(sequence))[0])
+        self.preemptions += 1
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        self._leave_flight(sequence)
+        self._cache.release(sequence.block_table)
+        sequence.block_table = []
+        sequence.computed_tokens = sequence.settled_blocks = 0
+        sequence.publishes = False
+        self._set_pending(sequence, 0)
+        del self.running[sequence.request_id]
+
+    def _settle(self, sequence: Sequence, full: int) -> None:
+        """Offer the blocks [settled, full), now written, to the cache."""
+        if sequence.publishes:
+            table, hashes = sequence.block_table, sequence.hashes
+            use = BlockUse(
+                self._now, sequence.settled_blocks, sequence.prompt_tokens // self._block_size
+            )
+            for index in range(sequence.settled_blocks, full):
+                packed = sequence.packed_block(index, self._block_size)
+                parent_key = sequence.parent_key(index)
+                if index == len(hashes):
+                    hashes.append(self._hash_block(parent_key, packed))
+                block_hash = hashes[index]
+                parent = table[index - 1] if index else 0
+                kept = self._cache.store(table[index], block_hash, parent, parent_key, packed, use)
+                if not kept:  # a collision: what follows would hang below other content
+                    self._leave_flight(sequence)
+                    sequence.publishes = False
+                    break
+                table[index] = kept
+                if self._in_flight.get(block_hash) is sequence:
+                    del self._in_flight[block_hash]
+        sequence.settled_blocks = full
+
+    def _leave_flight(self, sequence: Sequence) -> None:
+        for block_hash in islice(sequence.hashes, sequence.settled_blocks, None):
+            if self._in_flight.get(block_hash) is sequence:
+                del self._in_flight[block_hash]
+
+    def _hit_limit(self, sequence: Sequence) -> int:
+        """Blocks that may be reused: all but the last token, so that there is one to compute."""
+        if not self._config.prefix_caching:
+            return 0
+        return (len(sequence.tokens) - 1) // self._block_size
+
+    def _extend_hashes(self, sequence: Sequence) -> None:
+        """Hash all full blocks: before the first admission, or again with outputs after it."""
+        if not self._config.prefix_caching:
+            sequence.hashes = []
+            return
+        hashes = sequence.hashes
+        for index in range(len(hashes), len(sequence.tokens) // self._block_size):
+            packed = sequence.packed_block(index, self._block_size)
+            hashes.append(self._hash_block(sequence.parent_key(index), packed))
+
+    def _estimate(self, sequence: Sequence, reusable_blocks: int) -> None:
+        self._set_pending(sequence, len(sequence.tokens) - reusable_blocks * self._block_size)
+
+    def _set_pending(self, sequence: Sequence, tokens: int) -> None:
+        self.pending_prefill_tokens += tokens - sequence.pending_tokens
+        sequence.pending_tokens = tokens
+
+    def check(self) -> None:
+        """Raises InvariantError unless pool, cache and sequences agree. O(pool + tables)."""
+        self._pool.check()
+        self._cache.check()
+        held = [0] * (self._pool.capacity + 1)
+        for sequence in self.running.values():
+            for block in sequence.block_table:
+                held[block] += 1
+            if sequence.computed_tokens > len(sequence.block_table) * self._block_size:
+                raise InvariantError(
+                    f"{sequence.request_id} has computed {sequence.computed_tokens} tokens "
+                    f"into {len(sequence.block_table)} blocks of {self._block_size}"
+                )
+            for block in sequence.block_table[sequence.settled_blocks :]:
+                if self._cache.holds(block) or self._pool.references(block) != 1:
+                    raise InvariantError(
+                        f"{sequence.request_id} writes block {block}, which is cached or has "
+                        f"{self._pool.references(block)} references"
+                    )
+        for block, references in enumerate(held):
+            if references != self._pool.references(block):
+                raise InvariantError(
+                    f"block {block} is in {references} block tables but has "
+                    f"{self._pool.references(block)} references"
+                )
+        for sequence in self.waiting.values():
+            if sequence.block_table or sequence.computed_tokens or sequence.settled_blocks:
+                raise InvariantError(f"{sequence.request_id} waits and holds KV")
+        pending = sum(s.pending_tokens for s in (*self.running.values(), *self.waiting.values()))
+        if pending != self.pending_prefill_tokens:
+            raise InvariantError(
+                f"{self.pending_prefill_tokens} pending prefill tokens, counted {pending}"
+            )
+        for holder in self._in_flight.values():
+            if self.running.get(holder.request_id) is not holder or not holder.publishes:
+                raise InvariantError(f"{holder.request_id} has blocks in flight without computing")

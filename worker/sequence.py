@@ -1,0 +1,118 @@
+"""A request inside the engine: its tokens, how far they are computed, and where their KV lies."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from cluster.blocks import pack_tokens, split_hashes, unpack_tokens
+from cluster.protocol import Sampling
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What the server hands to the engine; travels between their processes as msgpack.
+
+    token_ids       the prompt, `pack_tokens`
+    namespace_root  32 bytes, `Namespace.for_request(adapter, salt).root(secret)`
+    sampling        `seed` is drawn by the server where the client gave none; stop strings are
+                    the server's concern (it cancels), the engine knows end tokens and limits only
+    block_hashes    joined hashes of the prompt's full blocks; b"" lets the engine compute them
+    arrival         when the request arrived, seconds on the caller's clock
+    """
+
+    request_id: str
+    token_ids: bytes
+    namespace_root: bytes
+    sampling: Sampling
+    block_hashes: bytes = b""
+    arrival: float = 0.0
+
+
+class Status(enum.Enum):
+    """Stage of a sequence. A preempted sequence is waiting again."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class Sequence:
+    """One request with its state. The scheduler owns it; everybody else only reads.
+
+    ```
+    tokens       |<------------ prompt ------------>|<----- output ----->|
+                 |<-- computed_tokens: KV is in the pool -->|<- to come ->|
+    block_table  | b0 | b1 | b2 | ...            whole blocks, may reach beyond
+    hashes       | h0 | h1 | h2 | ...            full blocks only
+    settled      blocks [0, settled_blocks) are full and were offered to the cache
+    ```
+
+    The newest output token is never computed yet: it is the input of the next step.
+
+    order            1, 2, 3, … in order of arrival
+    pending_tokens   prefill tokens still to compute: exact while running, an estimate that
+                     leaves cached tokens out while waiting; 0 once it only decodes
+    publishes        whether its further full blocks may enter the cache
+    held_for         hash of the block, being computed by another, that this one waits for
+    hit_tokens       prompt tokens reused at the first admission; None before it
+    """
+
+    __slots__ = (
+        "block_table",
+        "computed_tokens",
+        "hashes",
+        "held_for",
+        "hit_tokens",
+        "order",
+        "pending_tokens",
+        "prompt_tokens",
+        "publishes",
+        "request",
+        "request_id",
+        "sampling",
+        "settled_blocks",
+        "status",
+        "tokens",
+    )
+
+    def __init__(self, request: EngineRequest, order: int) -> None:
+        """Raises ValueError where token ids or hashes are not whole."""
+        self.request = request
+        self.request_id = request.request_id
+        self.sampling = request.sampling
+        self.order = order
+        self.tokens: list[int] = unpack_tokens(request.token_ids)
+        self.prompt_tokens = len(self.tokens)
+        self.hashes: list[bytes] = split_hashes(request.block_hashes)
+        self.block_table: list[int] = []
+        self.computed_tokens = 0
+        self.settled_blocks = 0
+        self.pending_tokens = 0
+        self.publishes = False
+        self.held_for: bytes | None = None
+        self.hit_tokens: int | None = None
+        self.status = Status.WAITING
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.tokens) - self.prompt_tokens
+
+    def packed(self) -> bytes:
+        """All tokens, packed."""
+        if len(self.tokens) == self.prompt_tokens:
+            return self.request.token_ids
+        return pack_tokens(self.tokens)
+
+    def packed_block(self, index: int, block_size: int) -> bytes:
+        """The tokens of full block `index`, packed."""
+        start = index * block_size
+        end = start + block_size
+        if end <= self.prompt_tokens:
+            return self.request.token_ids[4 * start : 4 * end]
+        return pack_tokens(self.tokens[start:end])
+
+    def parent_key(self, index: int) -> bytes:
+        """What block `index` continues: the hash before it, the namespace root at index 0."""
+        return self.hashes[index - 1] if index else self.request.namespace_root

@@ -1,0 +1,298 @@
+"""A worker's HTTP server: gateways post prompts as tokens and get the client's bytes back.
+
+    POST /generate      msgpack GenerateRequest -> OpenAI JSON, or server sent events
+    GET  /model         ModelInfo (JSON): tokenizer, chat template, namespace
+    GET  /blocks        BlockList (msgpack): the cached set as the engine knows it
+    GET  /health        200, or 503 with the reason
+    GET  /metrics       Prometheus
+    POST /admin/flush   empty the cache: {"worker": ..., "epoch": ...}
+
+The response of `/generate` begins with the first token. Before that every failure has a status
+of its own; a closed connection cancels the request at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+from tokenizers import Tokenizer
+
+from cluster.blocks import HASH_BYTES, hash_blocks, join_hashes
+from cluster.protocol import (
+    HEADER_HIT_TOKENS,
+    HEADER_PROMPT_TOKENS,
+    HEADER_REQUEST_ID,
+    HEADER_WORKER,
+    BlockList,
+    GenerateRequest,
+    RequestError,
+    pool_token,
+)
+from cluster.settings import Settings
+from worker.answers import Answer, Transcript
+from worker.engine import EngineRequest, Output
+from worker.engine_client import EngineDead
+from worker.metrics import render_metrics
+from worker.service import WorkerService
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 1024
+MAX_BODY_BYTES = 64 * 1024 * 1024
+
+OPEN_PATHS = frozenset({"/health", "/metrics"})
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+SERVICE = web.AppKey("service", WorkerService)
+TOKENIZER = web.AppKey("tokenizer", Tokenizer)
+
+_decode_request = msgspec.msgpack.Decoder(GenerateRequest).decode
+
+
+class WorkerServer:
+    """A whole worker with its HTTP server. `start`, then `stop` once."""
+
+    def __init__(self, settings: Settings, name: str) -> None:
+        """Raises ValueError where a setting that a worker needs is missing."""
+        self.service = WorkerService(settings, name)
+        self._runner: web.AppRunner | None = None
+        self._stopping: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where gateways reach the worker; "" before it has started."""
+        return self.service.url
+
+    async def start(self) -> None:
+        """Load the model, open the server, publish. Raises EngineDead, or OSError for the port."""
+        settings = self.service.settings.worker
+        try:
+            await self.service.load()
+            self._runner = web.AppRunner(
+                make_app(self.service),
+                handler_cancellation=True,
+                access_log=None,
+                shutdown_timeout=1.0,
+            )
+            await self._runner.setup()
+            listener = socket.create_server((settings.host, settings.port), backlog=BACKLOG)
+            await web.SockSite(self._runner, listener).start()
+            host = settings.advertise_host or _reachable(settings.host)
+            self.service.announce(f"http://{host}:{listener.getsockname()[1]}")
+        except BaseException:
+            await self._close()
+            raise
+
+    async def stop(self) -> None:
+        """Drain, sign off, end. A second call waits for the first."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._drain_and_close())
+        await asyncio.shield(self._stopping)
+
+    async def _drain_and_close(self) -> None:
+        await self.service.drain()
+        await self._close()
+
+    async def _close(self) -> None:
+        await self.service.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+
+def make_app(service: WorkerService) -> web.Application:
+    """The application of one worker whose engine is ready."""
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json, _admit])
+    app[SERVICE] = service
+    app[TOKENIZER] = Tokenizer.from_str(service.info.model.tokenizer_json)
+    app.router.add_post("/generate", _generate)
+    app.router.add_get("/model", _model)
+    app.router.add_get("/blocks", _blocks)
+    app.router.add_get("/health", _health)
+    app.router.add_get("/metrics", _metrics)
+    app.router.add_post("/admin/flush", _flush)
+    return app
+
+
+@web.middleware
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except RequestError as error:
+        return _error(error)
+    except EngineDead as error:
+        return _error(RequestError(str(error), status=503, type="service_unavailable"))
+    except web.HTTPException as error:
+        return _error(RequestError(error.reason, status=error.status))
+    except Exception:
+        log.exception("%s %s failed", request.method, request.path)
+        return _error(
+            RequestError("the worker failed; its log says why", status=500, type="server_error")
+        )
+
+
+@web.middleware
+async def _admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Where the pool has a secret, only who knows it may come in; health and metrics are open."""
+    token = pool_token(request.app[SERVICE].settings.secret)
+    if token and request.path not in OPEN_PATHS:
+        given = request.headers.get("Authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            raise RequestError(
+                "this worker takes requests from gateways with its pool's secret only "
+                "(STEMROUTE_SECRET)",
+                status=401,
+                type="authentication_error",
+            )
+    return await handler(request)
+
+
+def _error(error: RequestError) -> web.Response:
+    return web.Response(body=error.body(), status=error.status, content_type="application/json")
+
+
+async def _generate(request: web.Request) -> web.StreamResponse:
+    service = request.app[SERVICE]
+    problem = service.problem()
+    if problem:
+        raise RequestError(problem, status=503, type="service_unavailable")
+    try:
+        wanted = _decode_request(await request.read())
+    except msgspec.DecodeError as error:
+        raise RequestError(f"the body is no GenerateRequest: {error}") from error
+    model = service.info.model
+    if wanted.model != model.model:
+        raise RequestError(
+            f"this worker serves {model.model!r}, not {wanted.model!r}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+    if len(wanted.token_ids) % 4:
+        raise RequestError("token_ids must hold 4 bytes a token", param="token_ids")
+    with service.serving():
+        outputs = service.engine.generate(_engine_request(wanted, service))
+        async with contextlib.aclosing(outputs):
+            return await _answer(request, wanted, outputs)
+
+
+def _engine_request(wanted: GenerateRequest, service: WorkerService) -> EngineRequest:
+    namespace = service.info.model.namespace
+    root = namespace.for_request(wanted.adapter, wanted.cache_salt).root(service.secret)
+    sampling = wanted.sampling
+    if sampling.seed is None:
+        sampling = msgspec.structs.replace(sampling, seed=secrets.randbits(63))
+    return EngineRequest(
+        request_id=wanted.request_id,
+        token_ids=wanted.token_ids,
+        namespace_root=root,
+        sampling=sampling,
+        block_hashes=join_hashes(hash_blocks(root, wanted.token_ids, namespace.block_size)),
+        arrival=time.monotonic(),
+    )
+
+
+async def _answer(
+    request: web.Request, wanted: GenerateRequest, outputs: AsyncIterator[Output]
+) -> web.StreamResponse:
+    transcript = Transcript(wanted, request.app[TOKENIZER])
+    answer = Answer(wanted, int(time.time()))
+    first = await anext(outputs)
+    _raise_if_failed(first)
+    transcript.hit_tokens = first.hit_tokens
+    headers = {
+        HEADER_REQUEST_ID: wanted.request_id,
+        HEADER_WORKER: request.app[SERVICE].name,
+        HEADER_PROMPT_TOKENS: str(transcript.prompt_tokens),
+        HEADER_HIT_TOKENS: str(first.hit_tokens),
+    }
+    text = transcript.push(first.token_ids, first.finish_reason)
+    if not wanted.stream:
+        parts = [text]
+        while not transcript.finish_reason:
+            output = await anext(outputs)
+            _raise_if_failed(output)
+            parts.append(transcript.push(output.token_ids, output.finish_reason))
+        body = answer.whole("".join(parts), transcript)
+        return web.Response(body=body, headers=headers, content_type="application/json")
+    headers |= {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    response = web.StreamResponse(headers=headers)
+    await response.prepare(request)
+    try:
+        piece = answer.opening() + answer.piece(text, transcript)
+        if transcript.finish_reason:
+            piece += answer.closing(transcript)
+        await response.write(piece)
+        while not transcript.finish_reason:
+            output = await anext(outputs)
+            _raise_if_failed(output)
+            text = transcript.push(output.token_ids, output.finish_reason)
+            piece = answer.piece(text, transcript)
+            if transcript.finish_reason:
+                piece += answer.closing(transcript)
+            if piece:
+                await response.write(piece)
+        await response.write_eof()
+    except (EngineDead, RequestError) as error:
+        # Too late for a status: end the connection in the middle, which the gateway notices.
+        log.warning("request %s failed while streaming: %s", wanted.request_id, error)
+        if request.transport is not None:
+            request.transport.close()
+    return response
+
+
+def _raise_if_failed(output: Output) -> None:
+    if output.finish_reason == "error":
+        raise RequestError(
+            f"the engine failed on this request: {output.error}", status=500, type="server_error"
+        )
+
+
+async def _model(request: web.Request) -> web.Response:
+    body = msgspec.json.encode(request.app[SERVICE].info.model)
+    return web.Response(body=body, content_type="application/json")
+
+
+async def _blocks(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    hashes = await service.engine.blocks()
+    assert all(len(block) == HASH_BYTES for block in hashes)
+    listing = BlockList(worker=service.name, epoch=service.epoch, blocks=join_hashes(hashes))
+    return web.Response(body=msgspec.msgpack.encode(listing), content_type="application/msgpack")
+
+
+async def _health(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    problem = service.problem()
+    body = {"worker": service.name, "ready": not problem, "reason": problem}
+    return web.json_response(body, status=503 if problem else 200)
+
+
+async def _metrics(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    return web.Response(body=await render_metrics(service), content_type="text/plain")
+
+
+async def _flush(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    epoch = await service.flush()
+    return web.json_response({"worker": service.name, "epoch": epoch})
+
+
+def _reachable(host: str) -> str:
+    """An address for gateways where the server listens on `host`."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    import ray.util  # only where nobody said how this node is reached
+
+    address: str = ray.util.get_node_ip_address()
+    return address

