@@ -24,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="A prefix-locality-aware request router for a GPU cluster.",
 )
-out = Console()
+out = Console() if sys.stdout.isatty() else Console(width=160)
 err = Console(stderr=True)
 
 Config = Annotated[Path | None, typer.Option("--config", help="Settings file (TOML).")]

@@ -88,7 +88,8 @@ class WorkerServer:
             listener = socket.create_server((settings.host, settings.port), backlog=BACKLOG)
             await web.SockSite(self._runner, listener).start()
             host = settings.advertise_host or _reachable(settings.host)
-            self.service.announce(f"http://{host}:{listener.getsockname()[1]}")
+            netloc = f"[{host}]" if ":" in host else host  # an IPv6 address wants brackets
+            self.service.announce(f"http://{netloc}:{listener.getsockname()[1]}")
         except BaseException:
             await self._close()
             raise
