@@ -92,18 +92,17 @@ def demo(
     ),
 ) -> None:
     """Compare round_robin with locality on a small real model, on this machine's CPUs."""
-    from cluster.demo import demo_settings, loadgen_arguments
+    from cluster.demo import demo_settings, loadgen_arguments, measure_rate
     from cluster.local import LocalCluster, LocalClusterError
 
     _stop_on_signals()
     try:
         with LocalCluster(demo_settings(), say=_say) as cluster:
-            command = [
-                sys.executable,
-                "-m",
-                "loadgen.cli",
-                *loadgen_arguments(cluster.url, out_dir),
-            ]
+            _say("measuring what this machine can do")
+            rate = measure_rate(cluster.url)
+            arguments = loadgen_arguments(cluster.url, rate, out_dir)
+            _say(f"loadgen {' '.join(arguments)}")
+            command = [sys.executable, "-m", "loadgen", *arguments]
             code = subprocess.run(command, check=False).returncode
     except KeyboardInterrupt:
         code = 130

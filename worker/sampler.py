@@ -81,7 +81,9 @@ def _draw(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
     cumulative = weights.double().cumsum(dim=-1)
     total = cumulative[:, -1]
     target = torch.minimum(number * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    # Logits that are not finite must not give a token outside the vocabulary.
+    drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
+    return drawn.clamp(max=vocabulary - 1)
 
 
 def _keep_top_k(scaled: torch.Tensor, top_k: torch.Tensor, most: int) -> torch.Tensor:

@@ -113,14 +113,10 @@ class Scheduler:
         """Plan one step. Every planned sequence has the blocks that its tokens need."""
         self._now = now
         plan: Plan = {}
-        preemptions = self.preemptions
         self._plan_decodes(plan)
         budget = self._config.token_budget - sum(plan.values())
         budget = self._plan_prefills(plan, budget)
-        # A step that had to preempt has no blocks to give: admitting would only evict what the
-        # victim is about to look for again.
-        if self.preemptions == preemptions:
-            self._admit(plan, budget)
+        self._admit(plan, budget)
         return plan
 
     def commit(self, sequence: Sequence, count: int) -> None:
@@ -307,7 +303,10 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue's front. Outputs stay; its KV is looked up or computed afresh."""
+        """Back to the queue's front. Outputs stay; its KV is looked up or computed afresh.
+
+        It cannot come back in the same step: of the blocks it gave up, one is taken.
+        """
         self._stop_running(sequence)
         sequence.status = Status.WAITING
         self.waiting[sequence.request_id] = sequence

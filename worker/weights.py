@@ -104,16 +104,22 @@ def demo_model_file() -> Path:
     return Path(str(found.locate()))
 
 
-def resolve_dtype(name: str) -> torch.dtype:
-    """dtype of a setting: "auto" is bfloat16. Raises ValueError for an unknown name."""
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """dtype of a setting. Raises ValueError for an unknown name.
+
+    "auto" is bfloat16, but float32 on a CPU without bfloat16 instructions, which would be slower
+    by an order of magnitude.
+    """
     dtypes = {
-        "auto": torch.bfloat16,
         "bfloat16": torch.bfloat16,
         "float16": torch.float16,
         "float32": torch.float32,
     }
+    if name == "auto":
+        native = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return torch.bfloat16 if native else torch.float32
     if name not in dtypes:
-        raise ValueError(f"no dtype {name!r}; there are {', '.join(dtypes)}")
+        raise ValueError(f"no dtype {name!r}; there are auto, {', '.join(dtypes)}")
     return dtypes[name]
 
 

@@ -70,14 +70,14 @@ class SdpaBackend(AttentionBackend[SdpaPlan]):
             block_ids = step.block_table[first:last, :width]
             positions = torch.arange(width * step.block_size, device=block_ids.device)
             absent = positions >= step.seq_lens[first:last, None]
-            mask = _additive(absent, dtype)[:, None, None, :]
-            groups.append(DecodeGroup(first, last, block_ids.reshape(-1), mask))
+            hidden = _additive(absent, dtype)[:, None, None, :]
+            groups.append(DecodeGroup(first, last, block_ids.reshape(-1), hidden))
         chunks = []
         first = step.decodes
         for index in range(step.decodes, len(step.query_lens)):
             rows, context = step.query_lens[index], step.context_lens[index]
             block_ids = step.block_table[index, : -(-context // step.block_size)]
-            mask = None
+            mask: torch.Tensor | None = None
             if rows < context:
                 later = torch.ones(rows, context, dtype=torch.bool, device=block_ids.device)
                 mask = _additive(later.triu_(context - rows + 1), dtype)

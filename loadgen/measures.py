@@ -1,0 +1,176 @@
+"""Measures of one arm, as formulas over its outcomes.
+
+TTFT counts from the intended send time to the first text, E2E to the end; TPOT is
+(E2E − TTFT)/(n − 1); ITL is taken per token. The cached-token ratio is Σ cached / Σ prompt
+tokens. Latencies are of requests that ended well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+
+from loadgen.outcomes import Outcome
+
+
+class SloError(ValueError):
+    """A latency bound that cannot be read."""
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Mean and percentiles (linear between samples); None where there are no samples."""
+
+    mean: float | None
+    p50: float | None
+    p90: float | None
+    p99: float | None
+
+
+class Slo(msgspec.Struct, frozen=True):
+    """Upper bounds in milliseconds that a good answer keeps; None is no bound."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    e2e_ms: float | None = None
+
+
+class WorkerWork(msgspec.Struct, frozen=True):
+    """What one worker did in an arm, by the answers that named it."""
+
+    worker: str
+    requests: int
+    computed_tokens: int
+    cached_tokens: int
+
+
+class ArmMeasures(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of one arm.
+
+    duration_s           first intended send to last end
+    cached_token_ratio   None where no answer carried usage
+    goodput              requests a second that kept every bound; errors and unfinished ones miss
+    imbalance            max / mean over the workers of prompt tokens computed
+    predicted_hit_error_tokens   mean of |predicted − actual hit|, None where headers lack
+    """
+
+    requests: int
+    errors: int
+    duration_s: float
+    ttft_ms: Spread
+    tpot_ms: Spread
+    itl_ms: Spread
+    e2e_ms: Spread
+    cached_token_ratio: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    goodput: float
+    imbalance: float | None
+    predicted_hit_error_tokens: float | None
+    client_lag_ms: Spread
+    workers: list[WorkerWork]
+
+
+_SLO_NAMES = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms", "e2el": "e2e_ms"}
+
+
+def parse_slo(texts: Iterable[str]) -> Slo:
+    """Bounds such as "ttft:2000" and "tpot:100", in milliseconds. Raises SloError."""
+    bounds: dict[str, float] = {}
+    for text in texts:
+        name, _, number = text.partition(":")
+        try:
+            bound = float(number)
+        except ValueError:
+            bound = -1.0
+        if name not in _SLO_NAMES or not bound > 0:
+            raise SloError(
+                f"{text!r} is no latency bound: write ttft:MS, tpot:MS or e2el:MS, as in ttft:2000"
+            )
+        bounds[_SLO_NAMES[name]] = bound
+    return Slo(**bounds)
+
+
+def spread(samples: Iterable[float | None]) -> Spread:
+    """Mean, p50, p90 and p99 of the samples that are not None."""
+    values = np.array([sample for sample in samples if sample is not None])
+    if not values.size:
+        return Spread(None, None, None, None)
+    p50, p90, p99 = (float(value) for value in np.percentile(values, (50, 90, 99)))
+    return Spread(float(values.mean()), p50, p90, p99)
+
+
+def measure(outcomes: Sequence[Outcome], slo: Slo, workers: Iterable[str] = ()) -> ArmMeasures:
+    """The measures of one arm.
+
+    `workers` names the whole fleet: one that got nothing counts in the imbalance.
+    """
+    good = [outcome for outcome in outcomes if outcome.status == "ok"]
+    counted = [
+        outcome
+        for outcome in good
+        if outcome.prompt_tokens is not None and outcome.cached_tokens is not None
+    ]
+    prompt = sum(outcome.prompt_tokens or 0 for outcome in counted)
+    cached = sum(outcome.cached_tokens or 0 for outcome in counted)
+    begin_s = min((outcome.intended_s for outcome in outcomes), default=0.0)
+    duration_s = max((outcome.end_s or 0.0 for outcome in outcomes), default=0.0) - begin_s
+    kept = sum(keeps(outcome, slo) for outcome in outcomes)
+    shares = work(counted, workers)
+    errors_of_prediction = [
+        abs(outcome.predicted_hit_tokens - outcome.hit_tokens)
+        for outcome in good
+        if outcome.predicted_hit_tokens is not None and outcome.hit_tokens is not None
+    ]
+    return ArmMeasures(
+        requests=len(outcomes),
+        errors=len(outcomes) - len(good),
+        duration_s=max(duration_s, 0.0),
+        ttft_ms=spread(outcome.ttft_ms for outcome in good),
+        tpot_ms=spread(outcome.tpot_ms for outcome in good),
+        itl_ms=spread(gap for outcome in good for gap in outcome.itl_ms),
+        e2e_ms=spread(outcome.e2e_ms for outcome in good),
+        cached_token_ratio=cached / prompt if prompt else None,
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        completion_tokens=sum(outcome.completion_tokens or 0 for outcome in good),
+        goodput=kept / duration_s if duration_s > 0 else 0.0,
+        imbalance=imbalance([share.computed_tokens for share in shares]),
+        predicted_hit_error_tokens=spread(errors_of_prediction).mean,
+        client_lag_ms=spread(outcome.lag_ms for outcome in outcomes),
+        workers=shares,
+    )
+
+
+def keeps(outcome: Outcome, slo: Slo) -> bool:
+    """Whether an answer ended well and within every bound; one token has no TPOT to miss."""
+    if outcome.status != "ok":
+        return False
+    pairs = (
+        (outcome.ttft_ms, slo.ttft_ms),
+        (outcome.tpot_ms, slo.tpot_ms),
+        (outcome.e2e_ms, slo.e2e_ms),
+    )
+    return all(bound is None or value is None or value <= bound for value, bound in pairs)
+
+
+def work(outcomes: Iterable[Outcome], workers: Iterable[str] = ()) -> list[WorkerWork]:
+    """Work per worker, by name; workers of `workers` without any are there with zeros."""
+    totals = {worker: [0, 0, 0] for worker in workers}
+    for outcome in outcomes:
+        if not outcome.worker:
+            continue
+        cached = outcome.cached_tokens or 0
+        total = totals.setdefault(outcome.worker, [0, 0, 0])
+        total[0] += 1
+        total[1] += (outcome.prompt_tokens or 0) - cached
+        total[2] += cached
+    return [WorkerWork(worker, *total) for worker, total in sorted(totals.items())]
+
+
+def imbalance(computed_tokens: Sequence[int]) -> float | None:
+    """Max / mean: 1 is even, the number of workers is all on one; None without any work."""
+    total = sum(computed_tokens)
+    return max(computed_tokens) * len(computed_tokens) / total if total else None

@@ -1,0 +1,103 @@
+"""When a run shows nothing: every reason, in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from loadgen.admin import FleetView
+from loadgen.measures import spread
+from loadgen.outcomes import Outcome
+
+
+class ArmEvidence(NamedTuple):
+    """What was seen around one arm.
+
+    policy    the gateway's name for the arm's policy
+    before    the fleet after the flush, right before the first request
+    after     the fleet after the last request, once quiet (or when waiting for that ended)
+    flushed   whether caches were flushed before it
+    """
+
+    policy: str
+    outcomes: Sequence[Outcome]
+    before: FleetView
+    after: FleetView
+    flushed: bool
+
+
+def reasons(arms: Mapping[str, ArmEvidence], requests: int, max_client_lag_ms: float) -> list[str]:
+    """Why the run is invalid; empty where it is valid.
+
+    requests            how many the request file holds
+    max_client_lag_ms   bound on the 99th percentile of sent − intended
+    """
+    found = []
+    for name, arm in arms.items():
+        found += [f"{name}: {text}" for text in _arm_reasons(arm, requests, max_client_lag_ms)]
+    counts = {name: len(arm.outcomes) for name, arm in arms.items()}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+        found.append(f"the arms are of unequal size: {listed} requests")
+    return found
+
+
+def _arm_reasons(arm: ArmEvidence, requests: int, max_client_lag_ms: float) -> list[str]:
+    found = []
+    outcomes = arm.outcomes
+    sent = sum(outcome.sent_s is not None for outcome in outcomes)
+    if sent != requests:
+        found.append(f"{sent} of the file's {requests} requests were sent")
+    lag_ms = spread(outcome.lag_ms for outcome in outcomes).p99
+    if lag_ms is not None and lag_ms > max_client_lag_ms:
+        found.append(
+            f"the client lagged: 1 % of the requests went out {lag_ms:.0f} ms or more after "
+            f"their time (limit {max_client_lag_ms:g} ms); use a quieter machine or a lower rate"
+        )
+    for status in ("failed", "unfinished"):
+        bad = [outcome for outcome in outcomes if outcome.status == status]
+        if bad:
+            verb = "failed" if status == "failed" else "did not finish"
+            found.append(f"{len(bad)} requests {verb}, mostly: {_usual(bad)}")
+    unknown = sum(
+        outcome.status == "ok" and (outcome.prompt_tokens is None or outcome.cached_tokens is None)
+        for outcome in outcomes
+    )
+    if unknown:
+        found.append(f"{unknown} answers carried no usage, so their token counts are unknown")
+    return found + _fleet_reasons(arm, sent)
+
+
+def _fleet_reasons(arm: ArmEvidence, sent: int) -> list[str]:
+    found = []
+    before, after = arm.before, arm.after
+    if arm.flushed and before.blocks:
+        found.append(f"caches were not empty at its begin: {before.blocks} blocks were left")
+    routed = after.requests_total - before.requests_total
+    if routed > sent:
+        found.append(f"the gateway routed {routed - sent} requests that were not ours")
+    elif routed < sent:
+        found.append(f"the gateway routed only {routed} of our {sent} requests")
+    strangers = Counter(
+        outcome.policy for outcome in arm.outcomes if outcome.policy not in ("", arm.policy)
+    )
+    if strangers:
+        listed = ", ".join(f"{count} by {name}" for name, count in sorted(strangers.items()))
+        found.append(f"the policy was changed while it ran: {listed}")
+    if not before.quiet:
+        found.append("other requests were running at its begin")
+    if not after.quiet:
+        found.append("requests were still running after its end")
+    lives = [{(worker.worker, worker.epoch) for worker in view.workers} for view in (before, after)]
+    if lives[0] != lives[1]:
+        changed = sorted({worker for worker, _ in lives[0] ^ lives[1]})
+        found.append(f"workers came, went or lost their cache: {', '.join(changed)}")
+    stale = next((view.bus for view in (before, after) if view.bus.stale), None)
+    if stale is not None:
+        found.append(f"the gateway's index was stale: {stale.reason or 'no reason given'}")
+    return found
+
+
+def _usual(outcomes: Sequence[Outcome]) -> str:
+    return Counter(outcome.error for outcome in outcomes).most_common(1)[0][0] or "no reason given"

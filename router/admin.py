@@ -1,0 +1,241 @@
+"""`/admin`: see the fleet, change the policy, flush all caches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from cluster.protocol import RequestError, WorkerState
+from router.dispatch import Dispatcher
+from router.edge import json_response
+from router.fleet import Fleet
+from router.metrics import BusStatus
+from router.policies import PolicyError, available, parse_policy
+
+FLUSH_TIMEOUT_S = 10.0
+"""For every worker to flush, and for the new epochs to arrive over the bus."""
+
+
+class PolicyAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The policy of the moment, and the names of all."""
+
+    policy: str
+    available: list[str]
+
+
+class PolicyChange(msgspec.Struct, frozen=True):
+    """Body of `POST /admin/policy`."""
+
+    policy: str
+
+
+class FlushAnswer(msgspec.Struct, frozen=True):
+    """Every worker's new epoch."""
+
+    workers: dict[str, int]
+
+
+class _Flushed(msgspec.Struct):
+    """A worker's answer to `POST /admin/flush`."""
+
+    worker: str
+    epoch: int
+
+
+class BusView(msgspec.Struct, frozen=True, kw_only=True):
+    """How following the bus goes."""
+
+    connected: bool
+    stale: bool
+    reason: str
+    reports: int
+    gaps: int
+    repairs: int
+
+
+class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker as this gateway sees it; the load counts own requests on their way to it.
+
+    indexed_blocks   blocks of it in this gateway's index; `cached_blocks` is its own word
+    routed           requests sent to it since it appeared
+    """
+
+    worker: str
+    epoch: int
+    address: str
+    model: str
+    state: WorkerState
+    device: str
+    suspect: bool
+    pending_prefill_tokens: int
+    running: int
+    waiting: int
+    free_blocks: int
+    cached_blocks: int
+    capacity_blocks: int
+    indexed_blocks: int
+    routed: int
+    block_size: int
+
+
+class FleetView(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `GET /admin/fleet`. `refused` maps a worker to the reason why it is not used."""
+
+    pool: str
+    policy: str
+    requests_total: int
+    in_flight: int
+    bus: BusView
+    refused: dict[str, str]
+    workers: list[WorkerView]
+
+
+class Admin:
+    """Handlers of `/admin`."""
+
+    def __init__(
+        self,
+        pool: str,
+        fleet: Fleet,
+        dispatcher: Dispatcher,
+        session: aiohttp.ClientSession,
+        bus: Callable[[], BusStatus],
+    ) -> None:
+        self._pool = pool
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._session = session
+        self._bus = bus
+        self._changed = asyncio.Event()
+        fleet.listener = self._changed.set
+
+    def routes(self) -> list[web.RouteDef]:
+        """What to serve."""
+        return [
+            web.get("/admin/policy", self.get_policy),
+            web.post("/admin/policy", self.set_policy),
+            web.post("/admin/flush", self.flush),
+            web.get("/admin/fleet", self.get_fleet),
+        ]
+
+    async def get_policy(self, request: web.Request) -> web.Response:
+        return json_response(
+            PolicyAnswer(policy=self._dispatcher.policy.name, available=available())
+        )
+
+    async def set_policy(self, request: web.Request) -> web.Response:
+        try:
+            change = msgspec.json.decode(await request.read(), type=PolicyChange)
+            self._dispatcher.policy = parse_policy(change.policy)
+        except msgspec.MsgspecError as error:
+            raise RequestError(
+                f'the body must be of the form {{"policy": "NAME"}}: {error}', param="policy"
+            ) from error
+        except PolicyError as error:
+            raise RequestError(str(error), param="policy", code="unknown_policy") from error
+        return await self.get_policy(request)
+
+    async def flush(self, request: web.Request) -> web.Response:
+        """Flush every worker, and wait until this gateway's index knows it."""
+        try:
+            async with asyncio.timeout(FLUSH_TIMEOUT_S):
+                epochs = dict(
+                    await asyncio.gather(
+                        *(
+                            self._flush_worker(member.card.worker, member.card.address)
+                            for member in self._fleet.members()
+                            if member.state in ("ready", "draining")
+                        )
+                    )
+                )
+                while True:
+                    # cleared before looking: a change in between is not missed
+                    self._changed.clear()
+                    if not self._outdated(epochs):
+                        break
+                    await self._changed.wait()
+        except TimeoutError as error:
+            raise RequestError(
+                f"not every worker began a new epoch within {FLUSH_TIMEOUT_S:g} s: see "
+                "/admin/fleet and /ready for those that do not report",
+                status=504,
+                type="server_error",
+                code="flush_timeout",
+            ) from error
+        return json_response(FlushAnswer(epochs))
+
+    async def get_fleet(self, request: web.Request) -> web.Response:
+        return json_response(self.view())
+
+    def view(self) -> FleetView:
+        """The fleet now."""
+        fleet, status = self._fleet, self._bus()
+        return FleetView(
+            pool=self._pool,
+            policy=self._dispatcher.policy.name,
+            requests_total=fleet.requests_total,
+            in_flight=fleet.in_flight,
+            bus=BusView(
+                connected=status.connected,
+                stale=status.stale,
+                reason=status.reason,
+                reports=status.reports,
+                gaps=status.gaps,
+                repairs=status.repairs,
+            ),
+            refused={**status.refused, **fleet.refused()},
+            workers=self._workers(),
+        )
+
+    def _workers(self) -> list[WorkerView]:
+        views = []
+        for member in self._fleet.members():
+            card, load = member.card, self._fleet.load_of(member)
+            views.append(
+                WorkerView(
+                    worker=card.worker,
+                    epoch=card.epoch,
+                    address=card.address,
+                    model=card.model,
+                    state=member.state,
+                    device=card.device,
+                    suspect=member.suspect_until > 0,
+                    pending_prefill_tokens=load.pending_prefill_tokens,
+                    running=load.running,
+                    waiting=load.waiting,
+                    free_blocks=load.free_blocks,
+                    cached_blocks=load.cached_blocks,
+                    capacity_blocks=card.capacity_blocks,
+                    indexed_blocks=self._fleet.index.count(member.slot),
+                    routed=member.routed,
+                    block_size=card.namespace.block_size,
+                )
+            )
+        return views
+
+    def _outdated(self, epochs: dict[str, int]) -> list[str]:
+        """Workers that are here and whose new epoch is not yet known."""
+        return [
+            member.card.worker
+            for member in self._fleet.members()
+            if member.card.epoch < epochs.get(member.card.worker, 0)
+        ]
+
+    async def _flush_worker(self, worker: str, address: str) -> tuple[str, int]:
+        try:
+            async with self._session.post(f"{address}/admin/flush") as answer:
+                body = await answer.read()
+                if answer.status != 200:
+                    raise ValueError(f"status {answer.status}")
+                return worker, msgspec.json.decode(body, type=_Flushed).epoch
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise RequestError(
+                f"the worker {worker} was not flushed: {error}",
+                status=502,
+                type="server_error",
+                code="flush_failed",
+            ) from error

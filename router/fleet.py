@@ -1,0 +1,368 @@
+"""The router's live picture of all workers: what they hold, how busy they are, who may serve.
+
+Load without leaks: `load(w) = last report of w + this router's own requests to w that no
+report has named as received yet`. Nothing is counted up here and down there: a worker's row is
+derived anew from its last report and the list of its unnamed requests each time either changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+
+from cluster.blocks import split_hashes
+from cluster.protocol import Load, Report, WorkerCard, WorkerState
+from router.coming import ComingBlocks
+from router.member import (
+    ROWS,
+    Booking,
+    Member,
+    ModelGroup,
+    context_tokens,
+    difference,
+    idle_load,
+    row_of,
+)
+from router.policies import Candidates
+from router.prefix_index import PrefixIndex
+
+CLAIM_LIFE_S = 10.0
+"""Blocks of a routed request count as coming for so long at most."""
+
+SUSPECT_S = 5.0
+"""A worker that refused a connection is left out until its next report, or for so long where
+no report comes because the bus is away."""
+
+
+class FleetCheckError(AssertionError):
+    """The fleet contradicts itself. Its text says where."""
+
+
+class Fleet:
+    """All workers of a pool. A `cluster.follower.FleetSink`; not safe for several threads.
+
+    clock      seconds, monotonic
+    listener   called after a worker appeared, began an epoch, changed its state or went
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        claim_life_s: float = CLAIM_LIFE_S,
+        suspect_s: float = SUSPECT_S,
+    ) -> None:
+        self.index = PrefixIndex()
+        self.coming = ComingBlocks(claim_life_s)
+        self.requests_total = 0
+        self.listener: Callable[[], None] = _ignore
+        self.last_report_at: float | None = None
+        self._clock = clock
+        self._suspect_s = suspect_s
+        self._members: dict[str, Member] = {}
+        self._by_slot: list[Member | None] = []
+        self._rows = np.zeros((len(ROWS), 8), dtype=np.int64)
+        self._groups: dict[str, ModelGroup] = {}
+        self._suspects: set[Member] = set()
+        self._bookings: dict[int, Booking] = {}
+        self._serial = 0
+
+    # What the bus says (FleetSink)
+
+    def on_card(self, card: WorkerCard) -> None:
+        """A new worker, a new epoch, or a changed card. Cards of past epochs are ignored."""
+        member = self._members.get(card.worker)
+        before = "" if member is None else member.card.model
+        if member is None:
+            member = Member(card, self._free_slot())
+            self._members[card.worker] = member
+            self._by_slot[member.slot] = member
+        elif card.epoch < member.card.epoch:
+            return
+        elif card.epoch > member.card.epoch:
+            self._begin_epoch(member, card)
+        member.card = card
+        self._set_state(member, card.state)
+        self._refresh(member)
+        if before not in ("", card.model):
+            self._regroup(before)
+        self._regroup(card.model)
+        self.listener()
+
+    def on_snapshot(self, worker: str, epoch: int, hashes: list[bytes]) -> None:
+        """Replace all blocks of a worker's epoch."""
+        member = self._members.get(worker)
+        if member is not None and member.card.epoch == epoch:
+            self.index.replace(member.slot, hashes)
+            self.coming.stored(member.slot, hashes)
+
+    def on_report(self, report: Report) -> bool:
+        """Apply a report. Those of unknown workers and of other epochs are ignored.
+
+        Returns False where the index then holds another number of the worker's blocks than
+        the worker says that it has cached.
+        """
+        member = self._members.get(report.worker)
+        if member is None or member.card.epoch != report.epoch:
+            return True
+        self.last_report_at = self._clock()
+        if report.evicted:
+            self.index.evict(member.slot, split_hashes(report.evicted))
+        if report.stored:
+            stored = split_hashes(report.stored)
+            self.index.store(member.slot, stored)
+            self.coming.stored(member.slot, stored)
+        for request_id in report.received:
+            member.unnamed.pop(request_id, None)
+        member.load = report.load
+        self._refresh(member)
+        if report.state != member.state or member.suspect_until:
+            self._trust(member)
+            self._set_state(member, report.state)
+            self._regroup(member.card.model)
+            self.listener()
+        return self.index.count(member.slot) == report.load.cached_blocks
+
+    def on_gone(self, worker: str, reason: str) -> None:
+        """Forget a worker. Its requests in flight end by themselves."""
+        member = self._members.pop(worker, None)
+        if member is None:
+            return
+        slot = member.slot
+        self.index.drop(slot)
+        self.coming.drop(slot)
+        self._suspects.discard(member)
+        self._by_slot[slot] = None
+        self._rows[:, slot] = 0
+        member.slot = -1
+        member.unnamed.clear()
+        self._regroup(member.card.model)
+        self.listener()
+
+    # What the gateway asks and does
+
+    def models(self) -> dict[str, WorkerCard]:
+        """Models that a ready worker serves, with the card that the others must match."""
+        return {
+            name: group.reference
+            for name, group in sorted(self._groups.items())
+            if group.reference is not None
+        }
+
+    def known_models(self) -> list[str]:
+        """Models of all workers, whatever their state."""
+        return sorted(self._groups)
+
+    def group(self, model: str) -> ModelGroup | None:
+        """The workers of `model` that may serve now; None where no worker names it."""
+        self._expire()
+        return self._groups.get(model)
+
+    def candidates(
+        self,
+        model: str,
+        chain: Sequence[bytes],
+        prompt_tokens: int,
+        excluded: Collection[str] = (),
+    ) -> Candidates | None:
+        """The workers that may serve a prompt, None where there is none.
+
+        `chain` are the hashes of the prompt's full blocks; `excluded` names workers. A hit is
+        at most `prompt_tokens - 1` tokens, in whole blocks: the last token is always computed.
+        """
+        group = self.group(model)
+        if group is None or group.reference is None or not len(group.slots):
+            return None
+        slots, mask = group.slots, group.mask
+        for worker in excluded:
+            member = self._members.get(worker)
+            if member is not None and mask >> member.slot & 1:
+                mask ^= 1 << member.slot
+                slots = slots[slots != member.slot]
+        if not mask:
+            return None
+        block_size = group.reference.namespace.block_size
+        reusable = chain[: (prompt_tokens - 1) // block_size]
+        depths = self.index.depths(reusable, mask, self._rows.shape[1], self.coming.masks)
+        pending, running, waiting, free, capacity = self._rows[:, slots]
+        return Candidates(
+            slots=slots,
+            hit_tokens=depths[slots] * block_size,
+            pending_tokens=pending,
+            running=running,
+            waiting=waiting,
+            batch=running + waiting,
+            free_blocks=free,
+            capacity_blocks=capacity,
+            prompt_tokens=prompt_tokens,
+            block_size=block_size,
+        )
+
+    def at(self, slot: int) -> Member:
+        """The worker in `slot`. Raises LookupError where there is none."""
+        member = self._by_slot[slot]
+        if member is None:
+            raise LookupError(f"no worker is in slot {slot}")
+        return member
+
+    def book(
+        self,
+        slot: int,
+        request_id: str,
+        chain: Sequence[bytes],
+        prompt_tokens: int,
+        hit_tokens: int,
+    ) -> Booking:
+        """Count a request at a worker, and its blocks as coming there, until `release`."""
+        member = self.at(slot)
+        self._serial += 1
+        booking = Booking(self._serial, member, request_id, max(1, prompt_tokens - hit_tokens))
+        booking.claim = self.coming.claim(
+            slot, chain, hit_tokens // member.card.namespace.block_size, self._clock()
+        )
+        self._bookings[booking.serial] = booking
+        member.unnamed[request_id] = booking
+        member.routed += 1
+        self.requests_total += 1
+        self._refresh(member)
+        return booking
+
+    def release(self, booking: Booking) -> None:
+        """The booking's response ended or failed. Doing it twice is harmless."""
+        if self._bookings.pop(booking.serial, None) is None:
+            return
+        if booking.claim is not None:
+            self.coming.end(booking.claim)
+        member = booking.member
+        if member.unnamed.get(booking.request_id) is booking:
+            del member.unnamed[booking.request_id]
+            self._refresh(member)
+
+    def suspect(self, worker: str) -> None:
+        """A worker refused a connection: leave it out until its next report."""
+        member = self._members.get(worker)
+        if member is not None:
+            member.suspect_until = self._clock() + self._suspect_s
+            self._suspects.add(member)
+            self._regroup(member.card.model)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that were routed and have not ended."""
+        return len(self._bookings)
+
+    def members(self) -> list[Member]:
+        """All workers, by name."""
+        return [self._members[name] for name in sorted(self._members)]
+
+    def load_of(self, member: Member) -> Load:
+        """A worker's load as policies see it: reported plus own requests not named yet."""
+        pending, running, waiting, free, _ = (int(value) for value in self._rows[:, member.slot])
+        return Load(
+            pending_prefill_tokens=pending,
+            running=running,
+            waiting=waiting,
+            free_blocks=free,
+            cached_blocks=member.load.cached_blocks,
+        )
+
+    def refused(self) -> dict[str, str]:
+        """Workers that do not match the others of their model, with the reason."""
+        return {name: member.refused for name, member in self._members.items() if member.refused}
+
+    def check(self) -> None:
+        """Raise where the fleet contradicts itself, with figures."""
+        self.index.check()
+        self.coming.check()
+        for name, member in self._members.items():
+            if self._by_slot[member.slot] is not member:
+                raise FleetCheckError(f"slot {member.slot} is not {name}'s")
+            row = self._rows[:, member.slot].tolist()
+            if row != row_of(member):
+                raise FleetCheckError(
+                    f"{name}: row {row}, but report and bookings {row_of(member)}"
+                )
+            for booking in member.unnamed.values():
+                if self._bookings.get(booking.serial) is not booking:
+                    raise FleetCheckError(f"{name} counts {booking.request_id}, which has ended")
+        for slot, occupant in enumerate(self._by_slot):
+            if occupant is None and (self.index.count(slot) or self._rows[:, slot].any()):
+                raise FleetCheckError(f"slot {slot} is free but not empty")
+        for model, group in self._groups.items():
+            usable = [m.slot for m in self._of(model) if m.usable]
+            if sorted(usable) != group.slots.tolist() or sum(1 << s for s in usable) != group.mask:
+                raise FleetCheckError(f"{model}: usable slots {usable}, kept {group.slots}")
+
+    # Inner workings
+
+    def _free_slot(self) -> int:
+        for slot, occupant in enumerate(self._by_slot):
+            if occupant is None:
+                return slot
+        self._by_slot.append(None)
+        if len(self._by_slot) > self._rows.shape[1]:
+            self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)], axis=1)
+        return len(self._by_slot) - 1
+
+    def _begin_epoch(self, member: Member, card: WorkerCard) -> None:
+        self.index.drop(member.slot)
+        self.coming.drop(member.slot)
+        member.load = idle_load(card)
+        self._trust(member)
+        if card.address != member.card.address:
+            # another process: it never got what was sent to the old one
+            member.unnamed.clear()
+
+    def _set_state(self, member: Member, state: WorkerState) -> None:
+        if state == "ready" and member.state == "ready" and member.ready_serial:
+            return
+        member.state = state
+        self._serial += 1
+        member.ready_serial = self._serial if state == "ready" else 0
+
+    def _trust(self, member: Member) -> None:
+        member.suspect_until = 0.0
+        self._suspects.discard(member)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        self.coming.expire(now)
+        for member in [m for m in self._suspects if m.suspect_until <= now]:
+            self._trust(member)
+            self._regroup(member.card.model)
+
+    def _refresh(self, member: Member) -> None:
+        if member.slot >= 0:
+            self._rows[:, member.slot] = row_of(member)
+
+    def _of(self, model: str) -> list[Member]:
+        return [member for member in self._members.values() if member.card.model == model]
+
+    def _regroup(self, model: str) -> None:
+        members = self._of(model)
+        if not members:
+            self._groups.pop(model, None)
+            return
+        ready = sorted(
+            (m for m in members if m.state == "ready"), key=lambda member: member.ready_serial
+        )
+        # the measure stays as long as a ready worker matches it, so that a rolling update
+        # does not turn the old workers away while they still serve
+        former = self._groups[model].reference if model in self._groups else None
+        like_former = [m for m in ready if former is not None and not difference(m.card, former)]
+        reference = (like_former or ready)[0].card if ready else None
+        for member in members:
+            member.refused = difference(member.card, reference) if reference else ""
+        usable = sorted(member.slot for member in members if member.usable)
+        self._groups[model] = ModelGroup(
+            reference,
+            min((context_tokens(m.card) for m in ready if not m.refused), default=0),
+            np.array(usable, dtype=np.int64),
+            sum(1 << slot for slot in usable),
+        )
+
+
+def _ignore() -> None:
+    return None

@@ -1,0 +1,316 @@
+"""From the gateway to a worker and back: post, stream through, retry, cancel.
+
+A request may be tried at another worker as long as nothing was sent to the client. What a
+worker's status says concerns this request only: no status keeps a worker from the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from cluster.protocol import (
+    HEADER_HIT_TOKENS,
+    HEADER_POLICY,
+    HEADER_PREDICTED_HIT_TOKENS,
+    HEADER_PROMPT_TOKENS,
+    HEADER_REQUEST_ID,
+    HEADER_WORKER,
+    ErrorAnswer,
+    GenerateRequest,
+    RequestError,
+)
+from cluster.settings import GatewaySettings
+from router.dispatch import Dispatcher, Placement
+from router.metrics import Metrics
+from router.tokenization import Prompt
+
+log = logging.getLogger(__name__)
+
+EVENT_END = b"\n\n"
+SERVICE_UNAVAILABLE = "service_unavailable"
+
+
+class _TryElsewhere(Exception):
+    """An attempt failed before anything was sent. `error` is the answer if it was the last."""
+
+    def __init__(self, reason: str, error: RequestError) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.error = error
+
+
+class ClientGone(Exception):
+    """The client closed its connection while its answer was being written."""
+
+    def __init__(self, response: web.StreamResponse) -> None:
+        super().__init__("the client is gone")
+        self.response = response
+
+
+class EventBuffer:
+    """Passes whole server-sent events on and holds back the beginning of one that is not whole.
+
+    So a client never sees half an event, even where a worker dies in the midst of it.
+    """
+
+    def __init__(self) -> None:
+        self._begun = b""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """The whole events that are there after `chunk`, unchanged."""
+        if not self._begun and chunk.endswith(EVENT_END):
+            return chunk
+        data = self._begun + chunk
+        cut = data.rfind(EVENT_END)
+        cut = 0 if cut < 0 else cut + len(EVENT_END)
+        self._begun = data[cut:]
+        return data[:cut]
+
+    def rest(self) -> bytes:
+        """What was held back, when the stream has ended properly."""
+        return self._begun
+
+
+class Forwarder:
+    """Forwards requests with a shared client session, whose owner is the gateway."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        settings: GatewaySettings,
+        dispatcher: Dispatcher,
+        metrics: Metrics,
+    ) -> None:
+        self._session = session
+        self._settings = settings
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+
+    async def forward(
+        self, client: web.Request, generate: GenerateRequest, prompt: Prompt, arrived: float
+    ) -> web.StreamResponse:
+        """Answer `client` from a worker. Raises RequestError where none can serve.
+
+        `arrived` is `time.perf_counter()` at the request's arrival. When the client goes away
+        the server cancels this call; the worker's connection is closed at once, which cancels
+        the request there.
+        """
+        body = msgspec.msgpack.encode(generate)
+        tried: list[str] = []
+        failure = RequestError(
+            f"no worker of the model `{generate.model}` is ready: try again in a moment",
+            status=503,
+            type=SERVICE_UNAVAILABLE,
+            code="no_ready_worker",
+        )
+        while len(tried) < self._settings.attempts:
+            placement = self._dispatcher.place(
+                generate.model, prompt, generate.request_id, excluded=tried
+            )
+            if placement is None:
+                break
+            tried.append(placement.worker)
+            try:
+                return await self._attempt(client, generate, body, prompt, placement, arrived)
+            except _TryElsewhere as attempt:
+                failure = attempt.error
+                self._metrics.retries.labels(attempt.reason).inc()
+                log.info(
+                    "request %s: worker %s: %s", generate.request_id, placement.worker, failure
+                )
+            finally:
+                self._dispatcher.fleet.release(placement.booking)
+        raise failure
+
+    async def _attempt(
+        self,
+        client: web.Request,
+        generate: GenerateRequest,
+        body: bytes,
+        prompt: Prompt,
+        placement: Placement,
+        arrived: float,
+    ) -> web.StreamResponse:
+        upstream = await self._post(placement, body)
+        try:
+            if upstream.status != 200:
+                return await _refusal(upstream, placement.worker)
+            headers = {
+                HEADER_REQUEST_ID: generate.request_id,
+                HEADER_WORKER: placement.worker,
+                HEADER_POLICY: placement.policy,
+                HEADER_PREDICTED_HIT_TOKENS: str(placement.predicted_hit_tokens),
+                HEADER_PROMPT_TOKENS: str(prompt.tokens),
+                HEADER_HIT_TOKENS: upstream.headers.get(HEADER_HIT_TOKENS, "0"),
+                "Content-Type": upstream.headers.get("Content-Type", "application/json"),
+            }
+            try:
+                first = await (upstream.content.readany() if generate.stream else upstream.read())
+            except (aiohttp.ClientError, OSError) as error:
+                raise _dropped(placement.worker, error) from error
+            self._count(prompt, placement, upstream, arrived)
+            if not generate.stream:
+                return web.Response(body=first, headers=headers)
+            return await self._stream(client, upstream, first, headers, placement.worker)
+        finally:
+            upstream.close()
+
+    async def _post(self, placement: Placement, body: bytes) -> aiohttp.ClientResponse:
+        settings, worker = self._settings, placement.worker
+        try:
+            async with asyncio.timeout(settings.first_byte_timeout_s):
+                return await self._session.post(
+                    f"{placement.address}/generate",
+                    data=body,
+                    headers={"Content-Type": "application/msgpack"},
+                    timeout=aiohttp.ClientTimeout(
+                        total=None, sock_connect=settings.connect_timeout_s
+                    ),
+                    allow_redirects=False,
+                )
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            self._dispatcher.fleet.suspect(worker)
+            raise _TryElsewhere(
+                "connect",
+                RequestError(
+                    f"the worker {worker} cannot be reached: try again in a moment",
+                    status=503,
+                    type=SERVICE_UNAVAILABLE,
+                    code="worker_unreachable",
+                ),
+            ) from error
+        except TimeoutError as error:
+            raise RequestError(
+                f"the worker {worker} did not begin to answer within "
+                f"{settings.first_byte_timeout_s:g} s: try again, or send a shorter prompt",
+                status=504,
+                type="server_error",
+                code="first_byte_timeout",
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise _dropped(worker, error) from error
+
+    async def _stream(
+        self,
+        client: web.Request,
+        upstream: aiohttp.ClientResponse,
+        first: bytes,
+        headers: dict[str, str],
+        worker: str,
+    ) -> web.StreamResponse:
+        """Write each chunk as it comes. From here on a failure is an event in the stream."""
+        response = web.StreamResponse(
+            headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        )
+        try:
+            await response.prepare(client)
+            await self._relay(upstream, first, response, worker)
+            await response.write_eof()
+        except ConnectionResetError as error:
+            raise ClientGone(response) from error
+        return response
+
+    async def _relay(
+        self,
+        upstream: aiohttp.ClientResponse,
+        first: bytes,
+        response: web.StreamResponse,
+        worker: str,
+    ) -> None:
+        events = EventBuffer()
+        chunk = first
+        while chunk:
+            whole = events.feed(chunk)
+            if whole:
+                await response.write(whole)
+            try:
+                chunk = await upstream.content.readany()
+            except (aiohttp.ClientError, OSError) as error:
+                self._metrics.broken_streams.inc()
+                lost = _dropped(worker, error).error
+                await response.write(b"data: " + lost.body() + EVENT_END)
+                return
+        if events.rest():
+            await response.write(events.rest())
+
+    def _count(
+        self,
+        prompt: Prompt,
+        placement: Placement,
+        upstream: aiohttp.ClientResponse,
+        arrived: float,
+    ) -> None:
+        metrics = self._metrics
+        metrics.first_byte_seconds.observe(time.perf_counter() - arrived)
+        metrics.prompt_tokens.inc(prompt.tokens)
+        metrics.predicted_hit_tokens.inc(placement.predicted_hit_tokens)
+        hit = upstream.headers.get(HEADER_HIT_TOKENS, "0")
+        metrics.hit_tokens.inc(int(hit) if hit.isdecimal() else 0)
+
+
+async def _refusal(upstream: aiohttp.ClientResponse, worker: str) -> web.Response:
+    """Pass a 4xx on as it is; raise _TryElsewhere for 429 and 5xx."""
+    try:
+        body = await upstream.read()
+    except (aiohttp.ClientError, OSError) as error:
+        raise _dropped(worker, error) from error
+    status = upstream.status
+    if status != 429 and status < 500:
+        return web.Response(
+            status=status,
+            body=body,
+            headers={"Content-Type": upstream.headers.get("Content-Type", "application/json")},
+        )
+    reason = {429: "full", 503: "unavailable"}.get(status, "failed")
+    try:
+        told = msgspec.json.decode(body, type=ErrorAnswer).error
+    except msgspec.MsgspecError:
+        raise _TryElsewhere(
+            reason,
+            RequestError(
+                f"the worker {worker} answered with status {status}: try again in a moment",
+                status=status,
+                type="server_error",
+                code="worker_failed",
+            ),
+        ) from None
+    raise _TryElsewhere(
+        reason,
+        RequestError(told.message, status=status, type=told.type, param=told.param, code=told.code),
+    )
+
+
+def _dropped(worker: str, error: BaseException) -> _TryElsewhere:
+    log.warning("worker %s broke its answer off: %r", worker, error)
+    return _TryElsewhere(
+        "dropped",
+        RequestError(
+            f"the worker {worker} closed the connection before the answer was complete: try again",
+            status=502,
+            type="server_error",
+            code="worker_lost",
+        ),
+    )
+
+
+def worker_socket(
+    address: tuple[
+        int | socket.AddressFamily, int | socket.SocketKind, int, str, tuple[object, ...]
+    ],
+) -> socket.socket:
+    """A socket to a worker that notices within some 12 s when the worker's machine is gone."""
+    family, kind, protocol, *_ = address
+    sock = socket.socket(family=family, type=kind, proto=protocol)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 6)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    return sock

@@ -1,0 +1,354 @@
+"""The gateway: one OpenAI endpoint before a pool of workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from cluster.protocol import GenerateRequest, ModelInfo, RequestError, WorkerCard
+from cluster.settings import Settings
+from router.admin import Admin
+from router.dispatch import Dispatcher
+from router.edge import authentication, body_too_large, errors, json_response, mark_started
+from router.fleet import Fleet
+from router.forwarding import SERVICE_UNAVAILABLE, Forwarder, worker_socket
+from router.member import ModelGroup
+from router.metrics import BusStatus, Metrics
+from router.openai_api import ApiRequest, parse_chat, parse_completion
+from router.policies import parse_policy
+from router.tokenization import Prompt, Tokenization
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 5.0
+"""Answers under way may take so long to end when the gateway stops."""
+
+FETCH_TIMEOUT_S = 30.0
+"""For a worker to hand over its tokenizer."""
+
+
+class BusFollower(Protocol):
+    """Feeds the fleet; `cluster.follower.Follower` is one."""
+
+    @property
+    def status(self) -> BusStatus: ...
+
+    async def run(self) -> None: ...
+
+
+class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One model in `/v1/models`. `max_model_len`: longest prompt + output, in tokens."""
+
+    id: str
+    created: int
+    max_model_len: int
+    object: Literal["model"] = "model"
+    owned_by: str = "stemroute"
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `/v1/models`."""
+
+    data: list[ModelEntry]
+    object: Literal["list"] = "list"
+
+
+class IndexView(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the prefix index can be trusted, with the reason in words where not."""
+
+    stale: bool
+    reason: str
+
+
+class ReadyView(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `/ready`. `reasons` is empty where the gateway is ready."""
+
+    ready: bool
+    reasons: list[str]
+    models: list[str]
+    workers_ready: int
+    index: IndexView
+    refused: dict[str, str]
+
+
+class Gateway:
+    """A gateway that can be started and stopped once.
+
+    follower_factory   makes what feeds the fleet; the default follows Redis
+    drain_s            answers under way may take so long to end at `stop`
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        follower_factory: Callable[[Fleet], BusFollower] | None = None,
+        *,
+        drain_s: float = DRAIN_S,
+    ) -> None:
+        self.settings = settings
+        self.fleet = Fleet()
+        self.url = ""
+        self._follower = (follower_factory or self._redis_follower)(self.fleet)
+        self.metrics = Metrics(self.fleet, lambda: self._follower.status)
+        self.dispatcher = Dispatcher(
+            self.fleet, parse_policy(settings.gateway.policy), self.metrics
+        )
+        self._drain_s = drain_s
+        self._started_at = int(time.time())
+        self._following: asyncio.Task[None] | None = None
+        self._cleanup = contextlib.AsyncExitStack()
+        self._session: aiohttp.ClientSession
+        self._tokenization: Tokenization
+        self._forwarder: Forwarder
+        self._runner: web.AppRunner
+
+    async def start(self) -> None:
+        """Bind, and follow the bus. `url` is set afterwards. Raises OSError for a taken port."""
+        try:
+            await self._start()
+        except BaseException:
+            await self._cleanup.aclose()
+            raise
+
+    async def stop(self) -> None:
+        """Take no new requests, let answers end, then end everything. Harmless when repeated."""
+        await self._cleanup.aclose()
+
+    async def _start(self) -> None:
+        settings = self.settings.gateway
+        # unlimited: each stream holds a connection; idle ones end before workers close them
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=15.0, socket_factory=worker_socket
+        )
+        self._session = await self._cleanup.enter_async_context(
+            aiohttp.ClientSession(
+                connector=connector,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers={"Accept-Encoding": "identity"},
+            )
+        )
+        self._tokenization = Tokenization(self._fetch_model, self.settings.secret.encode())
+        self._cleanup.callback(self._tokenization.close)
+        self._forwarder = Forwarder(self._session, settings, self.dispatcher, self.metrics)
+        self._following = asyncio.create_task(self._follower.run(), name="bus follower")
+        self._cleanup.push_async_callback(self._stop_following, self._following)
+        self._runner = web.AppRunner(
+            self._app(),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=self._drain_s,
+        )
+        await self._runner.setup()
+        self._cleanup.push_async_callback(self._runner.cleanup)
+        await web.TCPSite(self._runner, settings.host, settings.port).start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def _app(self) -> web.Application:
+        settings = self.settings.gateway
+        app = web.Application(
+            client_max_size=settings.max_body_bytes,
+            middlewares=[errors(settings, self.metrics), authentication(settings)],
+        )
+        app.on_response_prepare.append(mark_started)
+        admin = Admin(
+            self.settings.pool,
+            self.fleet,
+            self.dispatcher,
+            self._session,
+            lambda: self._follower.status,
+        )
+        app.add_routes(
+            [
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", self._completion),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{model:.+}", self._model),
+                web.get("/health", self._health),
+                web.get("/ready", self._ready),
+                web.get("/metrics", self._metrics),
+                *admin.routes(),
+            ]
+        )
+        return app
+
+    def _redis_follower(self, fleet: Fleet) -> BusFollower:
+        from cluster.follower import Follower
+
+        return Follower(
+            self.settings.redis_url,
+            self.settings.pool,
+            fleet,
+            self.settings.bus,
+            self.settings.secret.encode(),
+        )
+
+    async def _stop_following(self, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        try:
+            await task
+        except asyncio.CancelledError:
+            pass
+        except Exception:
+            log.exception("the bus follower had failed")
+
+    async def _fetch_model(self, card: WorkerCard) -> ModelInfo:
+        timeout = aiohttp.ClientTimeout(
+            total=FETCH_TIMEOUT_S, sock_connect=self.settings.gateway.connect_timeout_s
+        )
+        async with self._session.get(f"{card.address}/model", timeout=timeout) as answer:
+            if answer.status != 200:
+                raise ValueError(f"/model answered with status {answer.status}")
+            return msgspec.json.decode(await answer.read(), type=ModelInfo)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, parse_chat)
+
+    async def _completion(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, parse_completion)
+
+    async def _generate(
+        self, request: web.Request, parse: Callable[[bytes], ApiRequest]
+    ) -> web.StreamResponse:
+        arrived = time.perf_counter()
+        limit = self.settings.gateway.max_body_bytes
+        if request.content_length is not None and request.content_length > limit:
+            raise body_too_large(limit)
+        asked = parse(await request.read())
+        prompt, context_tokens = await self._prompt(asked)
+        room = context_tokens - prompt.tokens
+        if room < 1:
+            raise RequestError(
+                f"the context of `{asked.model}` is {context_tokens} tokens, but the prompt has "
+                f"{prompt.tokens} and the answer needs at least 1: shorten the prompt",
+                param="prompt" if asked.messages is None else "messages",
+                code="context_length_exceeded",
+            )
+        wanted = asked.max_tokens or self.settings.gateway.default_max_tokens
+        generate = GenerateRequest(
+            request_id=uuid.uuid4().hex,
+            model=asked.model,
+            kind=asked.kind,
+            token_ids=prompt.token_ids,
+            sampling=msgspec.structs.replace(asked.sampling, max_tokens=min(wanted, room)),
+            stream=asked.stream,
+            include_usage=asked.include_usage,
+            continuous_usage=asked.continuous_usage,
+            cache_salt=asked.cache_salt,
+        )
+        return await self._forwarder.forward(request, generate, prompt, arrived)
+
+    async def _prompt(self, asked: ApiRequest) -> tuple[Prompt, int]:
+        """The prompt as the model's workers know it, and their context in tokens."""
+        while True:
+            group = self._group(asked.model)
+            cards = [self.fleet.at(int(slot)).card for slot in group.slots]
+            encoder = await self._tokenization.encoder(cards)
+            prompt = await self._tokenization.prompt(asked, encoder, cards[0].namespace)
+            now = self._group(asked.model)
+            if now.reference is not None and now.reference.namespace == prompt.namespace:
+                return prompt, now.context_tokens
+
+    def _group(self, model: str) -> ModelGroup:
+        """The workers that may serve `model`: at least one. Raises RequestError (404, 503)."""
+        group = self.fleet.group(model)
+        known = self.fleet.known_models()
+        if group is None and known:
+            names = ", ".join(f"`{name}`" for name in known)
+            raise RequestError(
+                f"the model `{model}` does not exist here: there is {names}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+        if group is None or not len(group.slots):
+            raise RequestError(
+                f"no worker of the model `{model}` is ready: try again in a moment; /ready "
+                "says what is missing",
+                status=503,
+                type=SERVICE_UNAVAILABLE,
+                code="no_ready_worker",
+            )
+        return group
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return json_response(ModelList(data=[self._entry(name) for name in self.fleet.models()]))
+
+    async def _model(self, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        self._group(name)
+        return json_response(self._entry(name))
+
+    def _entry(self, name: str) -> ModelEntry:
+        group = self.fleet.group(name)
+        return ModelEntry(
+            id=name,
+            created=self._started_at,
+            max_model_len=group.context_tokens if group is not None else 0,
+        )
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return json_response({"status": "ok"})
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        view = self.readiness()
+        return json_response(view, status=200 if view.ready else 503)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(
+            body=self.metrics.text(),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+
+    def readiness(self) -> ReadyView:
+        """Whether requests can be served by prefix, and in words why not."""
+        status = self._follower.status
+        members = self.fleet.members()
+        refused = {**status.refused, **self.fleet.refused()}
+        reasons = []
+        usable = sum(member.usable for member in members)
+        if not members:
+            reasons.append(f"no worker has announced itself in the pool {self.settings.pool!r}")
+        elif not usable:
+            states = ", ".join(
+                f"{m.card.worker} is "
+                + ("refused" if m.refused else "not reachable" if m.suspect_until else m.state)
+                for m in members
+            )
+            reasons.append(f"none of the {len(members)} workers can serve: {states}")
+        if not usable:
+            reasons += [f"worker {name} is refused: {why}" for name, why in refused.items()]
+        stale, why = status.stale, status.reason
+        if self._following is not None and self._following.done():
+            stale, why = True, "the bus follower has ended; the log says why"
+        if stale:
+            reasons.append(f"the index is stale: {why}")
+        return ReadyView(
+            ready=not reasons,
+            reasons=reasons,
+            models=list(self.fleet.models()),
+            workers_ready=usable,
+            index=IndexView(stale=stale, reason=why),
+            refused=refused,
+        )
+
+
+async def serve_gateway(settings: Settings, *, ready: Callable[[str], None] | None = None) -> None:
+    """Serve until cancelled. `ready` is called with the base URL once the port is bound."""
+    gateway = Gateway(settings)
+    await gateway.start()
+    try:
+        if ready is not None:
+            ready(gateway.url)
+        await asyncio.get_running_loop().create_future()
+    finally:
+        await gateway.stop()

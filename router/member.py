@@ -1,0 +1,122 @@
+"""One worker as the router sees it, its bookings, and the group of workers of one model."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.blocks import Namespace
+from cluster.protocol import Load, WorkerCard, WorkerState
+from router.coming import Claim
+
+ROWS = ("pending_tokens", "running", "waiting", "free_blocks", "capacity_blocks")
+"""What the fleet keeps of each worker in its arrays, in this order."""
+
+
+class Booking:
+    """One request's place at one worker, from the decision until its response ends.
+
+    new_tokens   prompt tokens that the worker is expected to compute for it
+    """
+
+    __slots__ = ("claim", "member", "new_tokens", "request_id", "serial")
+
+    def __init__(self, serial: int, member: Member, request_id: str, new_tokens: int) -> None:
+        self.serial = serial
+        self.member = member
+        self.request_id = request_id
+        self.new_tokens = new_tokens
+        self.claim: Claim | None = None
+
+
+class Member:
+    """One worker as this router sees it.
+
+    slot        its number in the arrays, -1 once it is gone
+    load        as last reported
+    unnamed     own requests to it that no report has named as received, by request id
+    routed      requests sent to it since it appeared
+    refused     why it may not serve beside the others of its model, "" where it may
+    """
+
+    __slots__ = (
+        "card",
+        "load",
+        "ready_serial",
+        "refused",
+        "routed",
+        "slot",
+        "state",
+        "suspect_until",
+        "unnamed",
+    )
+
+    def __init__(self, card: WorkerCard, slot: int) -> None:
+        self.card = card
+        self.slot = slot
+        self.state: WorkerState = card.state
+        self.load = idle_load(card)
+        self.unnamed: dict[str, Booking] = {}
+        self.routed = 0
+        self.refused = ""
+        self.suspect_until = 0.0
+        self.ready_serial = 0
+
+    @property
+    def usable(self) -> bool:
+        """Whether requests may be sent to it."""
+        return self.state == "ready" and not self.refused and not self.suspect_until
+
+
+class ModelGroup(NamedTuple):
+    """The workers of one model that may serve now.
+
+    reference        card of the one that became ready first; the others must match it
+    context_tokens   longest prompt + output that every one of them can hold
+    slots, mask      the usable ones, as sorted numbers and as a bit mask
+    """
+
+    reference: WorkerCard | None
+    context_tokens: int
+    slots: NDArray[np.int64]
+    mask: int
+
+
+def idle_load(card: WorkerCard) -> Load:
+    """Load of a worker that has not reported yet."""
+    return Load(free_blocks=card.capacity_blocks)
+
+
+def row_of(member: Member) -> list[int]:
+    """The worker's entries of `ROWS`: its last report plus its unnamed bookings."""
+    load, unnamed = member.load, member.unnamed
+    return [
+        load.pending_prefill_tokens + sum(booking.new_tokens for booking in unnamed.values()),
+        load.running,
+        load.waiting + len(unnamed),
+        load.free_blocks,
+        member.card.capacity_blocks,
+    ]
+
+
+def context_tokens(card: WorkerCard) -> int:
+    """Longest prompt + output that the worker can hold: bounded by its model and its pool."""
+    return min(card.context_tokens, card.capacity_blocks * card.namespace.block_size)
+
+
+def difference(card: WorkerCard, reference: WorkerCard) -> str:
+    """Why `card` may not serve beside `reference`, in words; "" where it may."""
+    if card.namespace == reference.namespace and card.namespace_check == reference.namespace_check:
+        return ""
+    parts = [
+        f"{name} {getattr(card.namespace, name)!r} instead of "
+        f"{getattr(reference.namespace, name)!r}"
+        for name in Namespace.__struct_fields__
+        if getattr(card.namespace, name) != getattr(reference.namespace, name)
+    ] or ["another pool secret"]
+    return (
+        f"its blocks cannot be shared with those of {reference.worker}, which was ready first: "
+        f"{', '.join(parts)}"
+    )

@@ -1,0 +1,178 @@
+"""What the gateway counts, for Prometheus. Every gateway has its own registry.
+
+Gauges of fleet and bus are read from their owners when they are scraped, so they cannot drift.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from router.fleet import Fleet
+
+DECISION_BUCKETS_S = (25e-6, 50e-6, 100e-6, 200e-6, 400e-6, 1e-3, 4e-3, 16e-3, 0.1)
+FIRST_BYTE_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 60.0)
+
+
+class BusStatus(Protocol):
+    """How following the bus goes; `cluster.follower.FollowerStatus` is one."""
+
+    @property
+    def connected(self) -> bool: ...
+    @property
+    def stale(self) -> bool: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def reports(self) -> int: ...
+    @property
+    def gaps(self) -> int: ...
+    @property
+    def repairs(self) -> int: ...
+    @property
+    def refused(self) -> dict[str, str]: ...
+
+
+class Metrics:
+    """Counters and histograms of one gateway, with the prefix `stemroute_`."""
+
+    def __init__(self, fleet: Fleet, bus: Callable[[], BusStatus]) -> None:
+        self.registry = CollectorRegistry()
+        registry = self.registry
+        self.requests = Counter(
+            "stemroute_requests",
+            "Requests answered, by endpoint and HTTP status; 499: the client went away",
+            ["endpoint", "status"],
+            registry=registry,
+        )
+        self.decisions = Counter(
+            "stemroute_decisions", "Routing decisions", ["policy"], registry=registry
+        )
+        self.retries = Counter(
+            "stemroute_retries",
+            "Attempts at a worker that failed before anything was sent to the client",
+            ["reason"],
+            registry=registry,
+        )
+        self.broken_streams = Counter(
+            "stemroute_broken_streams",
+            "Streams that a worker broke off after their first bytes",
+            registry=registry,
+        )
+        self.prompt_tokens = Counter(
+            "stemroute_prompt_tokens", "Prompt tokens of answered requests", registry=registry
+        )
+        self.predicted_hit_tokens = Counter(
+            "stemroute_predicted_hit_tokens",
+            "Prompt tokens of answered requests that were expected in the worker's cache",
+            registry=registry,
+        )
+        self.hit_tokens = Counter(
+            "stemroute_hit_tokens",
+            "Prompt tokens of answered requests that the worker really reused",
+            registry=registry,
+        )
+        self.decision_seconds = Histogram(
+            "stemroute_decision_seconds",
+            "Time to look up, score, choose and book",
+            buckets=DECISION_BUCKETS_S,
+            registry=registry,
+        )
+        self.first_byte_seconds = Histogram(
+            "stemroute_first_byte_seconds",
+            "Time from a request's arrival to the first byte of a worker's answer",
+            buckets=FIRST_BYTE_BUCKETS_S,
+            registry=registry,
+        )
+        registry.register(_Live(fleet, bus))
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _Live(Collector):
+    """Reads fleet and bus when scraped."""
+
+    def __init__(self, fleet: Fleet, bus: Callable[[], BusStatus]) -> None:
+        self._fleet = fleet
+        self._bus = bus
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self._fleet_metrics()
+        yield from self._bus_metrics()
+
+    def _fleet_metrics(self) -> Iterable[Metric]:
+        fleet = self._fleet
+        states = GaugeMetricFamily(
+            "stemroute_workers", "Workers, by model and state", labels=["model", "state"]
+        )
+        pending = GaugeMetricFamily(
+            "stemroute_worker_pending_prefill_tokens",
+            "Prompt tokens still to compute, as this gateway sees it",
+            labels=["worker"],
+        )
+        batch = GaugeMetricFamily(
+            "stemroute_worker_batch", "Requests running plus waiting", labels=["worker"]
+        )
+        blocks = GaugeMetricFamily(
+            "stemroute_worker_indexed_blocks", "Blocks in the prefix index", labels=["worker"]
+        )
+        tally = Tally((m.card.model, "refused" if m.refused else m.state) for m in fleet.members())
+        for (model, state), count in tally.items():
+            states.add_metric([model, state], count)
+        for member in fleet.members():
+            name, load = member.card.worker, fleet.load_of(member)
+            pending.add_metric([name], load.pending_prefill_tokens)
+            batch.add_metric([name], load.batch)
+            blocks.add_metric([name], fleet.index.count(member.slot))
+        yield from (states, pending, batch, blocks)
+        yield GaugeMetricFamily(
+            "stemroute_indexed_blocks",
+            "Different blocks in the prefix index",
+            value=len(fleet.index),
+        )
+        yield GaugeMetricFamily(
+            "stemroute_coming_blocks",
+            "Blocks that requests in flight will make their workers hold",
+            value=len(fleet.coming),
+        )
+        yield GaugeMetricFamily(
+            "stemroute_requests_in_flight", "Requests at workers", value=fleet.in_flight
+        )
+
+    def _bus_metrics(self) -> Iterable[Metric]:
+        status = self._bus()
+        yield GaugeMetricFamily(
+            "stemroute_bus_connected", "1 while Redis can be read", value=int(status.connected)
+        )
+        yield GaugeMetricFamily(
+            "stemroute_bus_stale", "1 while the index may be out of date", value=int(status.stale)
+        )
+        if self._fleet.last_report_at is not None:
+            yield GaugeMetricFamily(
+                "stemroute_bus_last_report_age_seconds",
+                "Time since any worker's last report",
+                value=max(0.0, time.monotonic() - self._fleet.last_report_at),
+            )
+        yield CounterMetricFamily("stemroute_bus_reports", "Reports applied", value=status.reports)
+        yield CounterMetricFamily(
+            "stemroute_bus_gaps", "Holes found in workers' reports", value=status.gaps
+        )
+        yield CounterMetricFamily(
+            "stemroute_bus_repairs", "Whole block sets read to mend", value=status.repairs
+        )
+        yield GaugeMetricFamily(
+            "stemroute_refused_workers",
+            "Workers that are not used because they do not match",
+            value=len(status.refused.keys() | self._fleet.refused().keys()),
+        )

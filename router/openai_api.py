@@ -1,0 +1,368 @@
+"""The OpenAI API as it is spoken here: request bodies in, one typed request out.
+
+Fields that nobody would miss are ignored. Fields that change the answer and cannot be served
+are refused with a sentence that says what to change; none is dropped in silence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+
+from cluster.protocol import RequestError, Sampling
+
+MAX_STOP_STRINGS = 16
+MAX_SALT_CHARACTERS = 256
+
+Kind = Literal["chat", "completion"]
+
+
+class ContentPart(msgspec.Struct):
+    """One part of a message's content; only `text` can be served."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct):
+    """One message of a chat. `tool_calls` of earlier turns go to the chat template as they are."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class StreamOptions(msgspec.Struct):
+    """What a stream tells beside its text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class CommonBody(msgspec.Struct, kw_only=True):
+    """Fields of both kinds. Those typed `Any` are only looked at to refuse them."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    n: int | None = None
+    ignore_eos: bool | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+    best_of: Any = None
+    logprobs: Any = None
+    top_logprobs: Any = None
+    prompt_logprobs: Any = None
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    repetition_penalty: Any = None
+    logit_bias: Any = None
+    min_p: Any = None
+    min_tokens: Any = None
+    stop_token_ids: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    use_beam_search: Any = None
+    response_format: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+
+
+class ChatBody(CommonBody, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    chat_template: Any = None
+    continue_final_message: Any = None
+
+
+class CompletionBody(CommonBody, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str | int | list[int]]
+    echo: Any = None
+    suffix: Any = None
+
+
+class ApiRequest(NamedTuple):
+    """A request that was understood. Exactly one of messages, text and token_ids is set.
+
+    messages         of a chat, contents as plain strings, as a chat template takes them
+    text, token_ids  the prompt of a completion
+    tools            given to the chat template; None for none
+    template_fields  further variables for the chat template
+    max_tokens       None where the request sets no limit
+    """
+
+    kind: Kind
+    model: str
+    sampling: Sampling
+    max_tokens: int | None
+    messages: list[dict[str, Any]] | None = None
+    text: str | None = None
+    token_ids: list[int] | None = None
+    tools: list[dict[str, Any]] | None = None
+    template_fields: dict[str, Any] = {}  # noqa: RUF012  (never written)
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    cache_salt: str = ""
+
+
+def parse_chat(body: bytes) -> ApiRequest:
+    """Understand the body of a chat request. Raises RequestError (400)."""
+    parsed = _decode(body, ChatBody)
+    _refuse_unserved(parsed)
+    if not parsed.messages:
+        raise RequestError("`messages` is empty: send at least one message", param="messages")
+    if parsed.max_completion_tokens is not None:
+        _at_least("max_completion_tokens", parsed.max_completion_tokens, 1)
+    if parsed.tools and not (
+        parsed.tool_choice is None or parsed.tool_choice in ("auto", "none", {})
+    ):
+        raise RequestError(
+            "`tool_choice` cannot force a tool call here: leave it out, or set it to "
+            '"auto" or "none"',
+            param="tool_choice",
+        )
+    limit = parsed.max_completion_tokens
+    return _common(parsed, "chat", parsed.max_tokens if limit is None else limit)._replace(
+        messages=[_plain(place, message) for place, message in enumerate(parsed.messages)],
+        tools=(parsed.tools or None) if parsed.tool_choice != "none" else None,
+        template_fields=parsed.chat_template_kwargs or {},
+    )
+
+
+def parse_completion(body: bytes) -> ApiRequest:
+    """Understand the body of a completion request. Raises RequestError (400)."""
+    parsed = _decode(body, CompletionBody)
+    _refuse_unserved(parsed)
+    request = _common(parsed, "completion", parsed.max_tokens)
+    prompt = parsed.prompt
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]  # type: ignore[assignment]  # a list of one prompt
+    if isinstance(prompt, str):
+        if not prompt:
+            raise RequestError("`prompt` is empty: send at least one character", param="prompt")
+        return request._replace(text=prompt)
+    if not prompt:
+        raise RequestError("`prompt` is empty: send text or token ids", param="prompt")
+    token_ids = [token for token in prompt if isinstance(token, int)]
+    if not token_ids or len(token_ids) != len(prompt):
+        raise RequestError(
+            f"`prompt` holds {len(prompt)} prompts: send one prompt a request, as a string or as "
+            "a list of token ids",
+            param="prompt",
+        )
+    return request._replace(token_ids=token_ids)
+
+
+_Body = TypeVar("_Body", bound=CommonBody)
+
+
+def _decode(body: bytes, kind: type[_Body]) -> _Body:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _wrong_type(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(
+            f"the body is not valid JSON: {error}; send a JSON object", code="invalid_json"
+        ) from error
+
+
+def _wrong_type(reason: str) -> RequestError:
+    """msgspec says "Expected `int`, got `str` - at `$.n`": turn it into a field and a sentence."""
+    what, _, place = reason.partition(" - at `$")
+    missing = re.fullmatch(r"Object missing required field `(\w+)`", what)
+    param = place.rstrip("`").lstrip(".")
+    if missing:
+        param = f"{param}.{missing[1]}" if param else missing[1]
+        return RequestError(f"`{param}` is missing: it is required", param=param)
+    if not param:
+        return RequestError(f"the body must be a JSON object: {_lower(what)}")
+    return RequestError(f"`{param}` has the wrong type: {_lower(what)}", param=param)
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def _common(body: CommonBody, kind: Kind, max_tokens: int | None) -> ApiRequest:
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stop) > MAX_STOP_STRINGS:
+        raise RequestError(
+            f"`stop` holds {len(stop)} strings: send at most {MAX_STOP_STRINGS}", param="stop"
+        )
+    if "" in stop:
+        raise RequestError("`stop` holds an empty string: leave it out", param="stop")
+    if body.n is not None and body.n != 1:
+        raise RequestError(
+            f"`n` is {body.n}: only 1 answer a request can be served; send it several times",
+            param="n",
+        )
+    if body.max_tokens is not None:
+        _at_least("max_tokens", body.max_tokens, 1)
+    temperature = 1.0 if body.temperature is None else body.temperature
+    if not 0.0 <= temperature <= 2.0:
+        raise RequestError(
+            f"`temperature` is {temperature:g}: it must be between 0 and 2", param="temperature"
+        )
+    top_p = 1.0 if body.top_p is None else body.top_p
+    if not 0.0 < top_p <= 1.0:
+        raise RequestError(f"`top_p` is {top_p:g}: it must be above 0 and at most 1", param="top_p")
+    if body.top_k is not None:
+        _at_least("top_k", body.top_k, -1)
+        if body.top_k >= 2**31:
+            raise RequestError("`top_k` is too large: 0 or -1 turns it off", param="top_k")
+    if body.seed is not None and not -(2**63) <= body.seed < 2**63:
+        raise RequestError("`seed` must be a 64-bit signed integer", param="seed")
+    salt = body.cache_salt or ""
+    if len(salt) > MAX_SALT_CHARACTERS:
+        raise RequestError(
+            f"`cache_salt` has {len(salt)} characters: send at most {MAX_SALT_CHARACTERS}",
+            param="cache_salt",
+        )
+    stream = bool(body.stream)
+    options = body.stream_options
+    if options is not None and not stream:
+        raise RequestError(
+            "`stream_options` is only for streams: set `stream` to true or leave it out",
+            param="stream_options",
+        )
+    return ApiRequest(
+        kind=kind,
+        model=body.model,
+        sampling=Sampling(
+            max_tokens=1,  # set when the prompt's length is known
+            temperature=temperature,
+            top_p=top_p,
+            top_k=max(0, body.top_k or 0),
+            seed=body.seed,
+            stop=stop,
+            ignore_eos=bool(body.ignore_eos),
+        ),
+        max_tokens=max_tokens,
+        stream=stream,
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
+        cache_salt=salt,
+    )
+
+
+def _at_least(field: str, value: int, least: int) -> None:
+    if value < least:
+        raise RequestError(f"`{field}` is {value}: it must be at least {least}", param=field)
+
+
+def _plain(place: int, message: Message) -> dict[str, Any]:
+    """A message as a chat template takes it: text parts joined by line breaks."""
+    content = message.content
+    if isinstance(content, list):
+        texts = []
+        for number, part in enumerate(content):
+            param = f"messages[{place}].content[{number}]"
+            if part.type != "text":
+                raise RequestError(
+                    f"`{param}` is of type {part.type!r}: only parts of type 'text' can be served",
+                    param=param,
+                )
+            if part.text is None:
+                raise RequestError(f"`{param}.text` is missing: it is required", param=param)
+            texts.append(part.text)
+        content = "\n".join(texts)
+    if content is None and not message.tool_calls:
+        param = f"messages[{place}].content"
+        raise RequestError(f"`{param}` is missing: send a string", param=param)
+    plain: dict[str, Any] = {"role": message.role, "content": content or ""}
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.tool_calls is not None:
+        plain["tool_calls"] = message.tool_calls
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    return plain
+
+
+class _Unserved(NamedTuple):
+    harmless: Callable[[Any], bool]
+    advice: str
+
+
+def _is(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: any(value == v and isinstance(value, type(v)) for v in values)
+
+
+def _is_number(number: float) -> Callable[[Any], bool]:
+    return lambda value: (
+        isinstance(value, int | float) and not isinstance(value, bool) and value == number
+    )
+
+
+_LEAVE_OUT = "leave it out"
+_UNSERVED: dict[str, _Unserved] = {
+    "best_of": _Unserved(_is_number(1), "only one answer is drawn: leave it out or set it to 1"),
+    "logprobs": _Unserved(_is(False), "log probabilities are not returned: leave it out"),
+    "top_logprobs": _Unserved(_is_number(0), "log probabilities are not returned: leave it out"),
+    "prompt_logprobs": _Unserved(_is_number(0), "log probabilities are not returned: leave it out"),
+    "frequency_penalty": _Unserved(_is_number(0), "leave it out or set it to 0"),
+    "presence_penalty": _Unserved(_is_number(0), "leave it out or set it to 0"),
+    "repetition_penalty": _Unserved(_is_number(1), "leave it out or set it to 1"),
+    "logit_bias": _Unserved(_is({}), _LEAVE_OUT),
+    "min_p": _Unserved(_is_number(0), "leave it out or set it to 0; `top_p` is served"),
+    "min_tokens": _Unserved(_is_number(0), "leave it out or set it to 0"),
+    "stop_token_ids": _Unserved(_is([]), "leave it out; `stop` takes strings"),
+    "bad_words": _Unserved(_is([]), _LEAVE_OUT),
+    "allowed_token_ids": _Unserved(_is([]), _LEAVE_OUT),
+    "use_beam_search": _Unserved(_is(False), _LEAVE_OUT),
+    "response_format": _Unserved(
+        lambda value: isinstance(value, dict) and value.get("type") == "text",
+        'answers are free text: leave it out or set it to {"type": "text"}',
+    ),
+    "guided_json": _Unserved(_is(), _LEAVE_OUT),
+    "guided_regex": _Unserved(_is(), _LEAVE_OUT),
+    "guided_choice": _Unserved(_is(), _LEAVE_OUT),
+    "guided_grammar": _Unserved(_is(), _LEAVE_OUT),
+    "structured_outputs": _Unserved(_is(), _LEAVE_OUT),
+    "functions": _Unserved(_is([]), "it is outdated: send `tools` instead"),
+    "function_call": _Unserved(_is("none", "auto"), "it cannot be forced: leave it out"),
+    "modalities": _Unserved(_is(["text"], []), 'only text is answered: set it to ["text"]'),
+    "audio": _Unserved(_is(), "only text is answered: leave it out"),
+    "chat_template": _Unserved(_is(), "the model's own chat template is used: leave it out"),
+    "continue_final_message": _Unserved(_is(False), "send a completion request instead"),
+    "echo": _Unserved(_is(False), "the prompt is not sent back: leave it out"),
+    "suffix": _Unserved(_is(""), "text is only generated at the end: leave it out"),
+}
+
+
+def _refuse_unserved(body: CommonBody) -> None:
+    for field, rule in _UNSERVED.items():
+        value = getattr(body, field, None)
+        if value is not None and not rule.harmless(value):
+            raise RequestError(
+                f"`{field}` cannot be served: {rule.advice}",
+                param=field,
+                code="unsupported_parameter",
+            )

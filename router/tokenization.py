@@ -1,0 +1,250 @@
+"""Text to tokens to block hashes, with the tokenizer and chat template of a worker.
+
+The gateway holds no model files: it fetches `ModelInfo` from any ready worker of the model, so
+what it hashes is what the workers cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import json
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import tokenizers
+
+from cluster.blocks import Namespace, hash_blocks, pack_tokens
+from cluster.protocol import ModelInfo, RequestError, WorkerCard
+from router.openai_api import ApiRequest
+
+THREAD_CHARACTERS = 8_000
+"""Longer texts are tokenised in a thread: about 2 ms of work that would hold up all streams."""
+
+CACHE_CHARACTERS = 8_000_000
+"""Text and tokens of this many characters are kept for requests with an equal text."""
+
+KEPT_ENCODERS = 8
+
+_Result = TypeVar("_Result")
+
+
+class Prompt(NamedTuple):
+    """A prompt as workers know it.
+
+    token_ids   packed, 4 bytes a token
+    chain       hashes of its full blocks
+    namespace   of the model when it was hashed, without the request's own fields
+    """
+
+    token_ids: bytes
+    chain: Sequence[bytes]
+    namespace: Namespace
+
+    @property
+    def tokens(self) -> int:
+        """Length of the prompt in tokens."""
+        return len(self.token_ids) // 4
+
+
+class Encoder:
+    """Tokenizer and chat template of one model. Thread-safe."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        self.info = info
+        self._tokenizer = tokenizers.Tokenizer.from_str(info.tokenizer_json)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.vocabulary = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self._bos: list[int] = []
+        if info.add_bos:
+            bos = self._tokenizer.token_to_id(info.special_tokens.get("bos_token", ""))
+            if bos is None:
+                raise ValueError("the model wants a bos token but its tokenizer has none")
+            self._bos = [bos]
+        self._template = _compile(info.chat_template) if info.chat_template else None
+
+    def render(self, request: ApiRequest) -> str:
+        """The text of a chat. Raises RequestError (400) where the template refuses it."""
+        if self._template is None:
+            raise RequestError(
+                f"the model `{self.info.model}` has no chat template: use /v1/completions",
+                code="no_chat_template",
+            )
+        try:
+            return self._template.render(
+                {
+                    **request.template_fields,
+                    **self.info.special_tokens,
+                    "messages": request.messages,
+                    "tools": request.tools,
+                    "add_generation_prompt": True,
+                }
+            )
+        except Exception as error:  # whatever a template does with a client's messages
+            raise RequestError(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+
+    def encode(self, text: str, *, bos: bool) -> list[int]:
+        """Token ids of a text; with `bos`, after the bos token where the model wants one.
+
+        Raises RequestError (400) for a text with lone surrogates, which is no Unicode.
+        """
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except TypeError as error:
+            raise RequestError(
+                "the text holds half a surrogate pair, which is no Unicode: send it as UTF-8"
+            ) from error
+        return self._bos + ids if bos else ids
+
+
+class Tokenization:
+    """Prompts of requests, tokenised and hashed; encoders and recent prompts are kept.
+
+    fetch    gets `ModelInfo` from the worker of a card; raises OSError or ValueError
+    secret   of the pool, goes into every hash
+    """
+
+    def __init__(self, fetch: Callable[[WorkerCard], Awaitable[ModelInfo]], secret: bytes) -> None:
+        self._fetch = fetch
+        self._secret = secret
+        self._encoders: OrderedDict[str, Encoder] = OrderedDict()
+        self._fetching: dict[str, asyncio.Lock] = {}
+        self._recent: OrderedDict[tuple[bytes, bool, str], Prompt] = OrderedDict()
+        self._recent_characters = 0
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenization")
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    async def encoder(self, cards: Sequence[WorkerCard]) -> Encoder:
+        """The encoder for workers that share one namespace.
+
+        Asks one worker after the other. Raises RequestError (503) where none answers with the
+        model that its card names.
+        """
+        digest = cards[0].namespace.tokenizer
+        if digest not in self._encoders:
+            async with self._fetching.setdefault(digest, asyncio.Lock()):
+                if digest not in self._encoders:
+                    self._encoders[digest] = await self._fetch_any(cards)
+                    while len(self._encoders) > KEPT_ENCODERS:
+                        old, _ = self._encoders.popitem(last=False)
+                        self._fetching.pop(old, None)
+        self._encoders.move_to_end(digest)
+        return self._encoders[digest]
+
+    async def prompt(self, request: ApiRequest, encoder: Encoder, namespace: Namespace) -> Prompt:
+        """Tokens and hashes of a request. Raises RequestError (400)."""
+        root = namespace.for_request(tenant=request.cache_salt).root(self._secret)
+        if request.token_ids is not None:
+            ids = _checked(request.token_ids, encoder)
+            return await self._run(len(ids) * 4, lambda: self._hash(ids, root, namespace))
+        chat = request.text is None
+        text = encoder.render(request) if request.text is None else request.text
+        key = (root, chat, text)
+        known = self._recent.get(key)
+        if known is not None:
+            self._recent.move_to_end(key)
+            return known
+        prompt = await self._run(
+            len(text),
+            lambda: self._hash(encoder.encode(text, bos=not chat), root, namespace),
+        )
+        if not prompt.tokens:
+            raise RequestError("the prompt has no tokens: send some text", param="prompt")
+        self._remember(key, prompt)
+        return prompt
+
+    def _hash(self, ids: list[int], root: bytes, namespace: Namespace) -> Prompt:
+        packed = pack_tokens(ids)
+        return Prompt(packed, hash_blocks(root, packed, namespace.block_size), namespace)
+
+    async def _run(self, characters: int, work: Callable[[], _Result]) -> _Result:
+        if characters <= THREAD_CHARACTERS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _remember(self, key: tuple[bytes, bool, str], prompt: Prompt) -> None:
+        if key in self._recent or len(key[2]) > CACHE_CHARACTERS // 4:
+            return
+        self._recent[key] = prompt
+        self._recent_characters += len(key[2])
+        while self._recent_characters > CACHE_CHARACTERS:
+            (_, _, text), _ = self._recent.popitem(last=False)
+            self._recent_characters -= len(text)
+
+    async def _fetch_any(self, cards: Sequence[WorkerCard]) -> Encoder:
+        reasons = []
+        for card in cards:
+            try:
+                info = await self._fetch(card)
+                if info.namespace != card.namespace:
+                    raise ValueError("it serves another model than its card says")
+                return await asyncio.get_running_loop().run_in_executor(
+                    self._threads, Encoder, info
+                )
+            except Exception as error:  # tokenizers raises plain Exception
+                reasons.append(f"{card.worker}: {error or type(error).__name__}")
+        raise RequestError(
+            "the tokenizer of the model cannot be had from any worker: " + "; ".join(reasons),
+            status=503,
+            type="service_unavailable",
+            code="no_tokenizer",
+        )
+
+
+def _checked(ids: list[int], encoder: Encoder) -> list[int]:
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < encoder.vocabulary:
+            raise RequestError(
+                f"`prompt` holds the token id {token}: the model's ids go from 0 to "
+                f"{encoder.vocabulary - 1}",
+                param="prompt",
+            )
+    return ids
+
+
+class _Generation(jinja2.ext.Extension):
+    """Templates may mark the assistant's words for training; here the marks mean nothing."""
+
+    tags = {"generation"}  # noqa: RUF012  (the base class declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile(source: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=False,
+        extensions=[jinja2.ext.loopcontrols, _Generation],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(source)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)

@@ -1,0 +1,221 @@
+import asyncio
+import json
+
+import pytest
+
+from loadgen.admin import AdminError
+from loadgen.compare import (
+    CompareOptions,
+    OptionError,
+    RunOptions,
+    compare_arms,
+    run_arm,
+)
+from loadgen.measures import Slo
+from loadgen.requests import digest
+from loadgen.workloads import SharedPrefix
+from tests.loadgen.fake_gateway import FakeGateway, chunk, serving, whole_answer
+
+SMALL = SharedPrefix(groups=3, users=2, turns=2, system_tokens=40, output_tokens=4)
+REQUESTS = 12
+
+
+def options(url, kind=CompareOptions, **changes):
+    # The bound on client lag is wide: a test machine may be busy, and lag has its own tests.
+    fields = {
+        "url": url,
+        "workload": SMALL,
+        "request_rate": 100.0,
+        "num_warmups": 2,
+        "quiet_timeout_s": 0.3,
+        "max_client_lag_ms": 30_000.0,
+    }
+    return kind(**{**fields, **changes})
+
+
+async def test_two_policies_on_the_same_bytes(tmp_path):
+    gateway = FakeGateway()
+    gateway.policy = "round_robin"
+    async with serving(gateway) as url:
+        summary = await compare_arms(
+            options(
+                url, out=tmp_path, policies=("locality", "round_robin"), slo=Slo(ttft_ms=60_000)
+            )
+        )
+    assert summary.valid, summary.reasons
+    arms = summary.arms
+    assert list(arms) == ["locality", "round_robin"]
+    assert [arms[name].requests for name in arms] == [REQUESTS, REQUESTS]
+    assert arms["locality"].cached_token_ratio > arms["round_robin"].cached_token_ratio
+    assert summary.paired["round_robin"].against == "locality"
+    assert summary.paired["round_robin"].pairs == REQUESTS
+    assert summary.paired["round_robin"].cached_token_ratio.high < 0
+    assert arms["locality"].cached_token_ratio <= summary.ideal.cached_token_ratio + 0.02
+
+    counted = gateway.bodies[2:14], gateway.bodies[16:28]
+    assert [policy for policy, _ in counted[0]] == ["locality"] * REQUESTS
+    assert [policy for policy, _ in counted[1]] == ["round_robin"] * REQUESTS
+    assert sorted(body for _, body in counted[0]) == sorted(body for _, body in counted[1])
+    assert gateway.flushes == 2
+    assert gateway.policy == "round_robin"
+
+    stored = json.loads((tmp_path / "summary.json").read_text())
+    assert stored["arms"]["locality"]["ttft_ms"].keys() == {"mean", "p50", "p90", "p99"}
+    assert stored["source"]["sha256"] == digest((tmp_path / "workload.jsonl").read_bytes())
+    assert stored["valid"] is True
+    assert stored["reasons"] == []
+    lines = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 * REQUESTS
+    assert {(line["arm"], line["text"]) for line in lines} == {
+        ("locality", "Good day."),
+        ("round_robin", "Good day."),
+    }
+    assert all(line["sent_s"] >= line["intended_s"] for line in lines)
+    assert (tmp_path / "report.html").stat().st_size > 5000
+
+
+async def test_a_request_file_is_replayed_as_it_is(tmp_path):
+    gateway = FakeGateway()
+    async with serving(gateway) as url:
+        first = await run_arm(options(url, RunOptions, out=tmp_path))
+        before = list(gateway.bodies)
+        gateway.bodies.clear()
+        second = await run_arm(
+            options(url, RunOptions, requests=tmp_path / "workload.jsonl", seed=99)
+        )
+    assert first.source.sha256 == second.source.sha256
+    assert sorted(gateway.bodies) == sorted(before)
+    assert second.source.workload is None
+
+
+async def test_run_keeps_policy_and_caches_unless_told():
+    gateway = FakeGateway()
+    async with serving(gateway) as url:
+        summary = await run_arm(options(url, RunOptions))
+        assert (gateway.flushes, gateway.policies_set) == (0, [])
+        assert list(summary.arms) == ["locality"]
+        assert summary.valid, summary.reasons
+        assert len(gateway.bodies) == REQUESTS
+        again = await run_arm(options(url, RunOptions, flush=True))
+    assert gateway.flushes == 1
+    assert again.valid, again.reasons
+    assert len(gateway.bodies) == 2 * REQUESTS + 2
+
+
+async def test_others_requests_make_it_invalid():
+    gateway = FakeGateway()
+
+    async def behave(gateway, request, body):
+        gateway.requests_total += 1
+        return await whole_answer(gateway, request, body)
+
+    gateway.behave = behave
+    async with serving(gateway) as url:
+        summary = await compare_arms(options(url))
+    assert not summary.valid
+    assert f"locality: the gateway routed {REQUESTS} requests that were not ours" in summary.reasons
+
+
+async def test_failed_requests_make_it_invalid():
+    gateway = FakeGateway()
+
+    async def behave(gateway, request, body):
+        response = await gateway.begin(request)
+        await response.write(b'data: {"error": {"message": "no memory"}}\n\n')
+        return response
+
+    gateway.behave = behave
+    async with serving(gateway) as url:
+        summary = await compare_arms(options(url))
+    assert f"locality: {REQUESTS} requests failed, mostly: no memory" in summary.reasons
+    assert summary.ideal is None
+    assert summary.arms["locality"].goodput == 0
+
+
+async def test_unfinished_requests_make_it_invalid():
+    gateway = FakeGateway()
+
+    async def behave(gateway, request, body):
+        response = await gateway.begin(request)
+        await response.write(chunk("a", 1))
+        return response
+
+    gateway.behave = behave
+    async with serving(gateway) as url:
+        summary = await compare_arms(options(url))
+    assert any("did not finish" in reason for reason in summary.reasons)
+
+
+async def test_caches_that_do_not_empty_make_it_invalid():
+    gateway = FakeGateway()
+    gateway.left_blocks = 5
+    async with serving(gateway) as url:
+        summary = await compare_arms(options(url))
+    assert "locality: caches were not empty at its begin: 10 blocks were left" in summary.reasons
+
+
+async def test_a_gateway_that_is_never_quiet_makes_it_invalid():
+    gateway = FakeGateway()
+    gateway.running = 1
+    async with serving(gateway) as url:
+        summary = await compare_arms(options(url, quiet_timeout_s=0.1))
+    assert "locality: other requests were running at its begin" in summary.reasons
+
+
+async def test_a_lagging_client_makes_it_invalid():
+    async with serving(FakeGateway()) as url:
+        summary = await compare_arms(options(url, max_client_lag_ms=0.0))
+    assert any("the client lagged" in reason for reason in summary.reasons)
+
+
+async def test_the_policy_is_put_back_when_interrupted():
+    gateway = FakeGateway()
+    gateway.policy = "locality"
+    held, begun = asyncio.Event(), asyncio.Event()
+
+    async def behave(gateway, request, body):
+        begun.set()
+        await held.wait()
+        return await whole_answer(gateway, request, body)
+
+    gateway.behave = behave
+    async with serving(gateway) as url:
+        task = asyncio.create_task(
+            compare_arms(options(url, policies=("round_robin",), num_warmups=0))
+        )
+        await begun.wait()
+        assert gateway.policy == "round_robin"
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert gateway.policy == "locality"
+        held.set()
+
+
+async def test_an_unknown_policy_is_named_before_anything_changes():
+    gateway = FakeGateway()
+    async with serving(gateway) as url:
+        with pytest.raises(OptionError, match="no policy magic; there are: round_robin, locality"):
+            await compare_arms(options(url, policies=("round_robin", "magic")))
+    assert gateway.policies_set == []
+
+
+@pytest.mark.parametrize("policies", [(), ("locality", "locality")])
+async def test_policies_must_differ(policies):
+    with pytest.raises(OptionError, match="once each"):
+        await compare_arms(options("http://127.0.0.1:1", policies=policies))
+
+
+async def test_a_refused_key_says_which_flag_to_set():
+    gateway = FakeGateway()
+    gateway.admin_key = "right"
+    async with serving(gateway) as url:
+        with pytest.raises(AdminError, match="--admin-key"):
+            await compare_arms(options(url, admin_key="wrong"))
+        assert (await compare_arms(options(url, admin_key="right"))).valid
+
+
+async def test_an_empty_fleet_is_told():
+    async with serving(FakeGateway(workers=0)) as url:
+        with pytest.raises(AdminError, match="no workers"):
+            await run_arm(options(url, RunOptions))

@@ -1,0 +1,87 @@
+import pytest
+
+from loadgen.admin import BusView, FleetView, WorkerView
+from loadgen.validity import ArmEvidence, reasons
+from tests.loadgen.test_measures import outcome
+
+
+def fleet(requests_total=0, epoch=1, **changes):
+    worker = {"worker": "w0", "epoch": epoch}
+    worker.update(
+        {k: changes.pop(k) for k in ("running", "indexed_blocks", "cached_blocks") if k in changes}
+    )
+    fields = {"requests_total": requests_total, "in_flight": 0, "workers": [WorkerView(**worker)]}
+    return FleetView(**{**fields, **changes})
+
+
+def arm(outcomes=None, before=None, after=None, flushed=True, policy="locality"):
+    outcomes = [outcome("a"), outcome("b")] if outcomes is None else outcomes
+    return ArmEvidence(
+        policy, outcomes, before or fleet(10), after or fleet(10 + len(outcomes)), flushed
+    )
+
+
+def found(evidence, requests=2):
+    return reasons({"locality": evidence}, requests, max_client_lag_ms=100)
+
+
+def test_a_clean_run_has_no_reasons():
+    assert found(arm()) == []
+
+
+@pytest.mark.parametrize(
+    ("evidence", "reason"),
+    [
+        (arm([outcome("a"), outcome("b", sent_s=1.2)]), "locality: the client lagged"),
+        (
+            arm([outcome("a"), outcome("b", status="failed", error="HTTP 500: broken")]),
+            "locality: 1 requests failed, mostly: HTTP 500: broken",
+        ),
+        (
+            arm([outcome("a"), outcome("b", status="unfinished", error="cut")]),
+            "locality: 1 requests did not finish, mostly: cut",
+        ),
+        (arm(after=fleet(13)), "locality: the gateway routed 1 requests that were not ours"),
+        (arm(after=fleet(11)), "locality: the gateway routed only 1 of our 2 requests"),
+        (
+            arm([outcome("a"), outcome("b", sent_s=None)], after=fleet(11)),
+            "locality: 1 of the file's 2 requests were sent",
+        ),
+        (
+            arm(before=fleet(10, indexed_blocks=3)),
+            "locality: caches were not empty at its begin: 3 blocks were left",
+        ),
+        (
+            arm(before=fleet(10, cached_blocks=2)),
+            "locality: caches were not empty at its begin: 2 blocks were left",
+        ),
+        (
+            arm([outcome("a"), outcome("b", policy="round_robin")]),
+            "locality: the policy was changed while it ran: 1 by round_robin",
+        ),
+        (
+            arm([outcome("a"), outcome("b", cached_tokens=None)]),
+            "locality: 1 answers carried no usage, so their token counts are unknown",
+        ),
+        (arm(before=fleet(10, in_flight=1)), "locality: other requests were running at its begin"),
+        (arm(after=fleet(12, running=1)), "locality: requests were still running after its end"),
+        (arm(after=fleet(12, epoch=2)), "locality: workers came, went or lost their cache: w0"),
+        (
+            arm(after=fleet(12, bus=BusView(stale=True, reason="no reports for 5 s"))),
+            "locality: the gateway's index was stale: no reports for 5 s",
+        ),
+    ],
+)
+def test_each_defect_is_named(evidence, reason):
+    named = found(evidence)
+    assert len(named) == 1
+    assert named[0].startswith(reason)
+
+
+def test_blocks_may_be_there_where_nothing_was_flushed():
+    assert found(arm(before=fleet(10, indexed_blocks=3), flushed=False)) == []
+
+
+def test_arms_of_unequal_size_are_named():
+    arms = {"a": arm([outcome("a")]), "b": arm()}
+    assert "the arms are of unequal size: a 1, b 2 requests" in reasons(arms, 2, 100)

@@ -1,0 +1,118 @@
+"""Gateway, real follower, real Valkey, real publishers: what workers publish is what routes."""
+
+import asyncio
+import contextlib
+
+import aiohttp
+
+from cluster.bus import Publisher
+from cluster.protocol import HEADER_PREDICTED_HIT_TOKENS, HEADER_WORKER, Load
+from cluster.settings import BusSettings, GatewaySettings, Settings
+from router.gateway import Gateway
+from tests.router.support import FakeWorker
+from tests.router.test_forwarding import chain_of_text
+
+QUICK = BusSettings(lease_s=1.0, heartbeat_s=0.1, min_report_gap_s=0.002)
+TEXT = "a prompt of some blocks"
+
+
+class Published:
+    """A fake worker with a real publisher."""
+
+    def __init__(self, worker: FakeWorker, redis_url: str, pool: str) -> None:
+        self.worker = worker
+        self.publisher = Publisher(redis_url, pool, QUICK)
+        self.epoch = 1
+        self.held = 0
+        self.publisher.begin(worker.card())
+        self.publisher.update(load=self.load())
+        self.task = asyncio.create_task(self.publisher.run())
+        worker.on_flush = self.flush
+
+    def load(self) -> Load:
+        return Load(free_blocks=1000, cached_blocks=self.held)
+
+    def hold(self, chain) -> None:
+        self.held += len(chain)
+        self.publisher.update(load=self.load(), stored=chain)
+
+    def flush(self) -> int:
+        self.epoch, self.held = self.epoch + 1, 0
+        self.publisher.begin(self.worker.card(epoch=self.epoch))
+        self.publisher.update(load=self.load())
+        return self.epoch
+
+    async def die(self) -> None:
+        """End without a word, as a killed process does."""
+        self.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.task
+
+
+class Heard:
+    """Lets a test wait for what the fleet hears."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._changed = asyncio.Event()
+        fleet = gateway.fleet
+        for name in ("on_card", "on_snapshot", "on_report", "on_gone"):
+            setattr(fleet, name, self._and_wake(getattr(fleet, name)))
+
+    def _and_wake(self, method):
+        def heard(*args):
+            answer = method(*args)
+            self._changed.set()
+            return answer
+
+        return heard
+
+    async def until(self, true) -> None:
+        async with asyncio.timeout(20):
+            while not true():
+                self._changed.clear()
+                await self._changed.wait()
+
+
+async def test_prefixes_flushes_and_deaths_arrive_over_the_bus(redis_url, pool):
+    settings = Settings(pool=pool, redis_url=redis_url, bus=QUICK, gateway=GatewaySettings(port=0))
+    gateway = Gateway(settings, drain_s=0.2)
+    heard = Heard(gateway)
+    fleet, chain = gateway.fleet, chain_of_text(TEXT)
+    await gateway.start()
+    async with FakeWorker("w0") as first, FakeWorker("w1") as second:
+        workers = [Published(worker, redis_url, pool) for worker in (first, second)]
+        try:
+            async with aiohttp.ClientSession(gateway.url) as http:
+
+                async def complete():
+                    body = {"model": "tiny", "prompt": TEXT}
+                    async with http.post("/v1/completions", json=body) as answer:
+                        assert answer.status == 200
+                        return answer.headers
+
+                await heard.until(lambda: len(fleet.members()) == 2)
+                workers[1].hold(chain)
+                await heard.until(lambda: len(fleet.index) == len(chain))
+                async with http.get("/ready") as answer:
+                    assert answer.status == 200
+                for _ in range(3):
+                    headers = await complete()
+                    assert headers[HEADER_WORKER] == "w1"
+                    assert headers[HEADER_PREDICTED_HIT_TOKENS] == "20"
+
+                async with http.post("/admin/flush") as answer:
+                    assert (await answer.json()) == {"workers": {"w0": 2, "w1": 2}}
+                assert len(fleet.index) == 0
+                assert (await complete())[HEADER_PREDICTED_HIT_TOKENS] == "0"
+
+                workers[0].hold(chain)
+                await heard.until(lambda: len(fleet.index) == len(chain))
+                await workers[0].die()
+                await heard.until(lambda: len(fleet.members()) == 1)
+                assert len(fleet.index) == 0
+                assert (await complete())[HEADER_WORKER] == "w1"
+                fleet.check()
+        finally:
+            for worker in workers:
+                await worker.die()
+            await gateway.stop()

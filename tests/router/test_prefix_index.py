@@ -1,0 +1,113 @@
+"""The prefix index finds what plain sets would find."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.prefix_index import IndexCheckError, PrefixIndex
+from tests.router.support import chain_of
+
+A = chain_of(range(40))
+SIZE = 128
+
+# chains over a tiny alphabet share prefixes often; block size 1 makes each token a block
+chains = st.lists(st.integers(0, 2), max_size=9).map(lambda tokens: chain_of(tokens, block_size=1))
+slots = st.sampled_from([0, 1, 2, 7, 63, 64, 100])
+operations = st.lists(
+    st.tuples(st.sampled_from(["store", "evict", "replace", "drop"]), slots, chains), max_size=25
+)
+
+
+def naive_depth(held: set[bytes], chain: list[bytes]) -> int:
+    depth = 0
+    while depth < len(chain) and chain[depth] in held:
+        depth += 1
+    return depth
+
+
+def extends(chain: list[bytes], block: bytes, others: list[list[bytes]]) -> set[bytes]:
+    """`block` and everything that continues it in the known chains."""
+    found = {block}
+    for other in [chain, *others]:
+        if block in other:
+            found.update(other[other.index(block) :])
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(operations, st.lists(chains, min_size=1, max_size=6))
+def test_depths_equal_those_of_plain_sets(steps, queries):
+    index, model = PrefixIndex(), {}
+    seen = [chain for _, _, chain in steps]
+    for action, slot, chain in steps:
+        held = model.setdefault(slot, set())
+        if action == "store":
+            index.store(slot, chain)
+            index.store(slot, chain)
+            held.update(chain)
+        elif action == "evict" and chain:
+            gone = extends(chain, chain[-1], seen)  # a leaf goes with all that continues it
+            index.evict(slot, gone)
+            index.evict(slot, gone)
+            held -= gone
+        elif action == "replace":
+            index.replace(slot, chain)
+            model[slot] = set(chain)
+        elif action == "drop":
+            index.drop(slot)
+            model[slot] = set()
+        index.check()
+    asked = sum(1 << slot for slot in model)
+    for query in queries + seen:
+        depths = index.depths(query, asked, SIZE)
+        assert {slot: depths[slot] for slot in model} == {
+            slot: naive_depth(held, query) for slot, held in model.items()
+        }
+        assert depths.sum() == sum(depths[slot] for slot in model)
+    for slot, held in model.items():
+        assert index.blocks_of(slot) == held
+        assert index.count(slot) == len(held)
+
+
+def test_slots_outside_the_mask_are_not_reported():
+    index = PrefixIndex()
+    index.store(3, A)
+    index.store(5, A)
+    assert index.depths(A, 1 << 5, 8).tolist() == [0, 0, 0, 0, 0, 10, 0, 0]
+    assert index.depths(A, 0, 8).tolist() == [0] * 8
+
+
+def test_many_slots_of_one_depth_and_an_empty_chain():
+    index = PrefixIndex()
+    for slot in range(100):
+        index.store(slot, A[: 3 + slot % 2])
+    depths = index.depths(A, (1 << 100) - 1, 128)
+    assert depths[:100].tolist() == [3, 4] * 50
+    assert not depths[100:].any()
+    assert not index.depths([], (1 << 100) - 1, 128).any()
+
+
+def test_coming_blocks_extend_what_is_held():
+    index = PrefixIndex()
+    index.store(0, A[:4])
+    coming = dict.fromkeys(A[4:6], 1) | dict.fromkeys(A[:0], 2)
+    assert index.depths(A, 0b11, 8, coming)[:2].tolist() == [6, 0]
+
+
+def test_a_set_with_a_hole_claims_a_boundary_and_never_more_than_it_holds():
+    for hole in range(len(A)):
+        for held in range(hole, len(A) + 1):
+            index = PrefixIndex()
+            index.store(0, [block for block in A[:held] if block != A[hole]])
+            depth = int(index.depths(A, 1, 1)[0])
+            assert depth <= held
+            assert depth == 0 or index.holds(0, A[depth - 1])
+            assert depth == len(A) or not index.holds(0, A[depth])
+
+
+def test_check_names_a_mask_that_lies():
+    index = PrefixIndex()
+    index.store(0, A)
+    index._masks[A[2]] = 0b100
+    with pytest.raises(IndexCheckError, match=f"1 of 10 blocks.*{A[2].hex()}"):
+        index.check()
