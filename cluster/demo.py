@@ -20,7 +20,7 @@ WORKERS = 2
 KV_BLOCKS = 240
 """A worker's cache, in blocks of 16 tokens."""
 
-GROUPS, USERS, TURNS = 8, 2, 3
+GROUPS, USERS, TURNS = 8, 2, 2
 SYSTEM_TOKENS = 450
 OUTPUT_TOKENS = 16
 SEED = 7

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from cluster.protocol import GenerateRequest, ModelInfo, RequestError, WorkerCard
+from cluster.protocol import GenerateRequest, ModelInfo, RequestError, WorkerCard, pool_token
 from cluster.settings import Settings
 from router.admin import Admin
 from router.dispatch import Dispatcher
@@ -133,7 +133,7 @@ class Gateway:
             aiohttp.ClientSession(
                 connector=connector,
                 cookie_jar=aiohttp.DummyCookieJar(),
-                headers={"Accept-Encoding": "identity"},
+                headers=_headers_to_workers(self.settings.secret),
             )
         )
         self._tokenization = Tokenization(self._fetch_model, self.settings.secret.encode())
@@ -340,6 +340,15 @@ class Gateway:
             index=IndexView(stale=stale, reason=why),
             refused=refused,
         )
+
+
+def _headers_to_workers(secret: str) -> dict[str, str]:
+    """Headers of every request to a worker: uncompressed answers, and the pool's token."""
+    token = pool_token(secret)
+    headers = {"Accept-Encoding": "identity"}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    return headers
 
 
 async def serve_gateway(settings: Settings, *, ready: Callable[[str], None] | None = None) -> None:
