@@ -56,7 +56,18 @@ def run_application(settings: Settings) -> None:
     """
     serve.start(proxy_location="Disabled")
     tree: dict[str, Any] = msgspec.to_builtins(settings)
-    serve.run(application(tree), name=APPLICATION, route_prefix=None)
+    try:
+        serve.run(application(tree), name=APPLICATION, route_prefix=None)
+    except RuntimeError as error:
+        raise RuntimeError(_reason() or str(error)) from error
+
+
+def _reason() -> str:
+    """Why the workers did not start: the last line of what Serve tells, which is a whole trace."""
+    known = serve.status().applications.get(APPLICATION)
+    deployment = known.deployments.get(DEPLOYMENT) if known else None
+    lines = deployment.message.strip().splitlines() if deployment else []
+    return lines[-1] if lines else ""
 
 
 def remove_application() -> None:

@@ -11,6 +11,7 @@ from cluster.settings import BusSettings, GatewaySettings, Settings
 from router.gateway import Gateway
 from tests.router.support import FakeWorker
 from tests.router.test_forwarding import chain_of_text
+from tests.watching import Heard
 
 QUICK = BusSettings(lease_s=1.0, heartbeat_s=0.1, min_report_gap_s=0.002)
 TEXT = "a prompt of some blocks"
@@ -47,30 +48,6 @@ class Published:
         self.task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.task
-
-
-class Heard:
-    """Lets a test wait for what the fleet hears."""
-
-    def __init__(self, gateway: Gateway) -> None:
-        self._changed = asyncio.Event()
-        fleet = gateway.fleet
-        for name in ("on_card", "on_snapshot", "on_report", "on_gone"):
-            setattr(fleet, name, self._and_wake(getattr(fleet, name)))
-
-    def _and_wake(self, method):
-        def heard(*args):
-            answer = method(*args)
-            self._changed.set()
-            return answer
-
-        return heard
-
-    async def until(self, true) -> None:
-        async with asyncio.timeout(20):
-            while not true():
-                self._changed.clear()
-                await self._changed.wait()
 
 
 async def test_prefixes_flushes_and_deaths_arrive_over_the_bus(redis_url, pool):

@@ -1,0 +1,41 @@
+"""Processes of this machine, read from /proc: who descends from whom, and who still lives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Process id -> command line of everything below `pid`, itself left out."""
+    parents: dict[int, int] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                stat = (folder / "stat").read_text()
+            except OSError:
+                continue  # it has just ended
+            parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
+    below: dict[int, str] = {}
+    frontier = {pid}
+    while frontier:
+        frontier = {child for child, parent in parents.items() if parent in frontier}
+        below.update({child: command_line(child) for child in frontier})
+    return below
+
+
+def command_line(pid: int) -> str:
+    """Command line of a process; "" for one that has ended."""
+    try:
+        raw = (Path("/proc") / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return ""
+    return raw.replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs: neither ended nor a zombie."""
+    try:
+        stat = (Path("/proc") / str(pid) / "stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
