@@ -17,11 +17,11 @@ import httpx
 from cluster.settings import Settings, load_settings
 
 WORKERS = 2
-KV_BLOCKS = 200
+KV_BLOCKS = 150
 """A worker's cache, in blocks of 16 tokens."""
 
 GROUPS, USERS, TURNS = 8, 2, 2
-SYSTEM_TOKENS = 450
+SYSTEM_TOKENS = 320
 OUTPUT_TOKENS = 16
 SEED = 7
 
@@ -29,7 +29,7 @@ LOAD = 0.7
 """Requests a second, as a share of what the workers could do if nothing were cached."""
 
 MIN_RATE, MAX_RATE = 0.2, 8.0
-PROBE_WORDS = 400
+PROBE_WORDS = 290
 """Words of a probe's prompt: about as many tokens as a request of the workload has."""
 
 

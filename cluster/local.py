@@ -89,11 +89,12 @@ class LocalCluster:
             self._gateway = None
         if self._ray_started:
             import ray
-            from ray import serve
+
+            from cluster.serve_app import remove_application
 
             self._ray_started = False
             try:
-                serve.shutdown()
+                remove_application()  # waits for the workers to drain
             finally:
                 ray.shutdown()
         if self._valkey is not None:

@@ -44,6 +44,10 @@ from worker.messages import (
 log = logging.getLogger("worker.engine")
 
 SIGN_OF_LIFE_MS = 1000
+NICENESS_ON_CPU = 5
+"""Where the engine computes on the cores that servers and gateways run on, those go first: they
+need little, and whole answers wait for them."""
+
 FAILED_STEPS_TO_GIVE_UP = 3
 """So many failed steps in a row, and the process ends: whoever watches it starts a fresh one."""
 
@@ -158,6 +162,8 @@ def main() -> None:
     socket.connect(start.socket)
     try:
         core, info = build_engine(start.settings)
+        if info.device == "cpu":
+            os.nice(NICENESS_ON_CPU)
         gc.collect()
         gc.freeze()  # the model's objects stay: a full collection among them costs tens of ms
         socket.send(encode(Ready(info)))
