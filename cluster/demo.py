@@ -28,7 +28,7 @@ SEED = 7
 LOAD = 0.7
 """Requests a second, as a share of what the workers could do if nothing were cached."""
 
-MIN_RATE, MAX_RATE = 0.2, 8.0
+MIN_RATE, MAX_RATE = 0.36, 8.0
 PROBE_WORDS = 290
 """Words of a probe's prompt: about as many tokens as a request of the workload has."""
 
