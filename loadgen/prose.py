@@ -279,7 +279,7 @@ OPENINGS = (
     "Hey!",
     "Hello, can you help me?",
     "Hi!",
-    "Please tell me.",
+    "Hi, just one question.",
     "One short question, please.",
 )
 FOLLOW_UPS = (
