@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -167,6 +168,8 @@ def deploy(
         "redis_url": redis_url,
     }
     settings = load_settings(config, flags=flags)
+    if not _listens(address):
+        _fail(f"no Ray cluster at {address}: start one with: ray start --head")
     import ray
 
     from cluster.serve_app import remove_application, run_application
@@ -241,6 +244,18 @@ def _with_gpus(settings: Settings) -> Settings:
     return msgspec.structs.replace(
         settings, serve=msgspec.structs.replace(settings.serve, gpus_per_worker=share)
     )
+
+
+def _listens(address: str) -> bool:
+    """False where nobody listens at HOST:PORT: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "://" in address:
+        return True  # "auto" or a Ray Client's address: Ray knows better
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def _need_redis(settings: Settings) -> None:
