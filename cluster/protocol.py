@@ -137,6 +137,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids        the prompt, `pack_tokens`
     cache_salt       tenant of the request's namespace
+    request_type     kind of work, a hint for the worker's cache; "" says nothing
+    turn             1, 2, … in a conversation, a hint as well; 0 says nothing
     include_usage    stream a last chunk with `usage`
     continuous_usage every streamed chunk carries the `usage` so far
     """
@@ -151,6 +153,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage: bool = False
     cache_salt: str = ""
     adapter: str = ""
+    request_type: str = ""
+    turn: int = 0
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -244,6 +244,8 @@ class Gateway:
             include_usage=asked.include_usage,
             continuous_usage=asked.continuous_usage,
             cache_salt=asked.cache_salt,
+            request_type=asked.request_type,
+            turn=asked.turn,
         )
         return await self._forwarder.forward(request, generate, prompt, arrived)
 

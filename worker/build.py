@@ -10,6 +10,7 @@ from cluster.blocks import Namespace
 from cluster.protocol import ModelInfo
 from cluster.settings import WorkerSettings
 from worker.engine import EngineConfig, EngineCore
+from worker.eviction_choice import parse_eviction
 from worker.kv_memory import blocks_that_fit, kv_block_bytes
 from worker.messages import EngineInfo
 from worker.models.llama import LlamaModel
@@ -46,8 +47,11 @@ def build_engine(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
         chunk_tokens=settings.chunk_tokens,
         max_waiting=settings.max_waiting,
         eos_token_ids=loaded.eos_token_ids,
+        cache_share=settings.cache_share,
+        pin_share=settings.pin_share,
     )
-    core = EngineCore(config, TorchRunner(model, kv_blocks, settings.block_size))
+    runner = TorchRunner(model, kv_blocks, settings.block_size)
+    core = EngineCore(config, runner, make_policy=parse_eviction(settings.eviction))
     info = EngineInfo(
         model=ModelInfo(
             model=settings.served_name or loaded.name,

@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import threading
+import time
 
 import msgspec
 import zmq
@@ -66,6 +67,7 @@ class EngineLoop:
             if self._core.has_work():
                 self._step()
             elif heard or idle:
+                self._core.expire(time.monotonic())
                 self._tell([], "")
 
     def _take_messages(self, wait_ms: int) -> bool:
@@ -112,7 +114,7 @@ class EngineLoop:
 
     def _step(self) -> None:
         failed_before = self._core.stats().failed_steps
-        outputs = self._core.step()
+        outputs = self._core.step(time.monotonic())
         failure = ""
         if self._core.stats().failed_steps > failed_before:
             self._failed_in_a_row += 1

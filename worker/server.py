@@ -199,6 +199,8 @@ def _engine_request(wanted: GenerateRequest, service: WorkerService) -> EngineRe
         sampling=sampling,
         block_hashes=join_hashes(hash_blocks(root, wanted.token_ids, namespace.block_size)),
         arrival=time.monotonic(),
+        request_type=wanted.request_type or wanted.kind,
+        turn=wanted.turn,
     )
 
 

@@ -22,6 +22,7 @@ from tests.worker.plain_llama import all_logits, first_difference
 from tests.worker.tiny_models import random_tensors, tiny_config
 from worker.answers import Transcript
 from worker.engine import EngineConfig, EngineCore, EngineRequest
+from worker.eviction_choice import parse_eviction
 from worker.models import LlamaModel
 from worker.runner import TorchRunner
 from worker.sequence import Status
@@ -33,6 +34,7 @@ MODEL_CONFIG = tiny_config(vocab_size=VOCABULARY, context_tokens=160)
 TENSORS = random_tensors(MODEL_CONFIG, seed=11)
 MODEL = LlamaModel(MODEL_CONFIG, TENSORS, torch.float32)
 END_TOKENS = [257, *range(31, 120, 9)]
+EVICTION = ["lru", "lfu", "ttl:ttl_s=20", "workload_aware"]
 STAGES = [
     "in a recomputation",
     "preempted",
@@ -99,13 +101,18 @@ class Schedule:
             chunk_tokens=rng.choice([0, 0, 1, 5, 8, 16, 33]),
             max_waiting=rng.choice([3, 50, 50]),
             eos_token_ids=END_TOKENS,
+            cache_share=rng.choice([1.0, 1.0, 0.5]),
         )
         blocks = self.config.capacity_blocks
         self.runner = FailingRunner(TorchRunner(MODEL, blocks, size))
         weak = seed % 10 == 9
         self.core = EngineCore(
-            self.config, self.runner, hash_block=weak_hash if weak else hash_block
+            self.config,
+            self.runner,
+            hash_block=weak_hash if weak else hash_block,
+            make_policy=parse_eviction(EVICTION[seed % len(EVICTION)]),
         )
+        self.now = 0.0
         stem = [rng.randrange(256) for _ in range(40)]
         self.stems = [stem, stem[:17] + [rng.randrange(256) for _ in range(23)], stem[::-1]]
         self.clients: dict[str, Client] = {}
@@ -117,7 +124,7 @@ class Schedule:
             chance = self.rng.random()
             if chance < 0.4 and len(self.live) < 10:
                 self.arrive()
-            elif self.clients and chance < (0.6 if self.somebody_lost_its_blocks() else 0.45):
+            elif self.clients and 0.4 <= chance < self.wish_to_cancel():
                 self.cancel_somebody()
             elif chance < 0.465:
                 self.flush()
@@ -188,7 +195,8 @@ class Schedule:
         return [self.rng.randrange(256) for _ in range(length)]
 
     def step(self) -> None:
-        for output in self.core.step():
+        self.now += 1.0
+        for output in self.core.step(self.now):
             client = self.clients[output.request_id]
             assert not client.outcome, "an output after the end"
             if output.finish_reason == "error":
@@ -212,9 +220,10 @@ class Schedule:
         if outcome != "error":
             self.ended.append(request_id)
 
-    def somebody_lost_its_blocks(self) -> bool:
-        """Whether one was preempted and has not caught up: rare, so more often cancelled."""
-        return any(self.stage(request_id) in STAGES[:2] for request_id in self.live)
+    def wish_to_cancel(self) -> float:
+        """More often while somebody is in a stage that is rare and short."""
+        stages = {self.stage(request_id) for request_id in self.live}
+        return 0.95 if STAGES[0] in stages else 0.6 if STAGES[1] in stages else 0.45
 
     def cancel_somebody(self) -> None:
         """Somebody in the rarest stage that anybody is in, most of the time."""
@@ -298,7 +307,9 @@ def test_every_answer_of_every_schedule_equals_the_reference():
         "hits": 200,
         "partial_hits": 150,
         "misses": 500,
-        "evictions": 1500,
+        "evictions_for_space": 800,
+        "evictions_over_share": 100,
+        "evictions_expired": 40,
         "preemptions": 40,
         "resumed_tokens": 500,
         "held_requests": 100,
