@@ -26,6 +26,7 @@ from router.metrics import BusStatus, Metrics
 from router.openai_api import ApiRequest, parse_chat, parse_completion
 from router.policies import parse_policy
 from router.tokenization import Prompt, Tokenization
+from router.worker_admin import WorkerAdmin
 
 log = logging.getLogger(__name__)
 
@@ -177,6 +178,7 @@ class Gateway:
                 web.get("/ready", self._ready),
                 web.get("/metrics", self._metrics),
                 *admin.routes(),
+                *WorkerAdmin(self.fleet, self._session).routes(),
             ]
         )
         return app

@@ -6,7 +6,7 @@ to other requests before its commit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -240,6 +240,25 @@ class EngineCore:
         self._scheduler.end(sequence)
         return True
 
+    @property
+    def runner(self) -> Runner:
+        """What computes the batches."""
+        return self._runner
+
+    def fail_all(self, reason: str) -> list[Output]:
+        """End every request, running or waiting, with an "error" output that says why."""
+        return self._fail(list(self._sequences.values()), reason)
+
+    def forget_model(self, eos_token_ids: list[int]) -> None:
+        """The runner is about to compute with other weights: nothing cached may be used again.
+
+        Raises InvariantError while there is work: its KV would be mixed.
+        """
+        if self._sequences:
+            raise InvariantError(f"{len(self._sequences)} requests still use the old weights")
+        self._scheduler.flush()
+        self._end_tokens = frozenset(eos_token_ids)
+
     def flush(self) -> None:
         """Drop all cached blocks at once; running requests go on, but cache nothing more."""
         self._scheduler.flush()
@@ -292,7 +311,9 @@ class EngineCore:
             sampled = self._runner.execute(batch)
             _check_sampled(batch, sampled)
         except Exception as error:
-            return self._fail(plan, error)
+            self.last_failure = error
+            self._failed_steps += 1
+            return self._fail(plan, f"the engine failed while it computed this: {error!r}")
         return self._commit(plan, sampled)
 
     def load(self) -> Load:
@@ -385,11 +406,9 @@ class EngineCore:
             )
         return outputs
 
-    def _fail(self, plan: Plan, error: Exception) -> list[Output]:
-        self.last_failure = error
-        self._failed_steps += 1
+    def _fail(self, sequences: Iterable[Sequence], reason: str) -> list[Output]:
         outputs = []
-        for sequence in plan:
+        for sequence in sequences:
             self._end(sequence)
             outputs.append(
                 Output(
@@ -397,7 +416,7 @@ class EngineCore:
                     token_ids=[],
                     finish_reason="error",
                     hit_tokens=sequence.hit_tokens or 0,
-                    error=f"the engine failed while it computed this: {error!r}",
+                    error=reason,
                 )
             )
         return outputs
