@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import httpx
 import typer
@@ -40,7 +40,7 @@ def main() -> None:
         _fail(str(error))
 
 
-def _fail(sentence: str, code: int = 1) -> None:
+def _fail(sentence: str, code: int = 1) -> NoReturn:
     err.print(f"[red]stemroute:[/red] {escape(sentence)}", highlight=False, soft_wrap=True)
     raise SystemExit(code)
 
@@ -207,23 +207,67 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show the workers as a gateway sees them."""
-    from cluster.status import status_table
+    from cluster.status import cache_table, status_table
 
-    headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
-    try:
-        answer = httpx.get(url.rstrip("/") + "/admin/fleet", headers=headers, timeout=10)
-        answer.raise_for_status()
-        fleet: dict[str, Any] = answer.json()
-    except httpx.HTTPStatusError as error:
-        _fail(f"{url} answers {error.response.status_code}: {error.response.text}")
-    except (httpx.HTTPError, ValueError) as error:
-        _fail(f"no gateway answers at {url}: {error}")
+    fleet = _ask_gateway("GET", url, "/admin/fleet", admin_key)
+    cache = _ask_gateway("GET", url, "/admin/cache", admin_key)
     if as_json:
-        out.print_json(data=fleet)
+        out.print_json(data=fleet | {"cache": cache})
     else:
         out.print(status_table(fleet))
+        out.print(cache_table(cache))
     if fleet["bus"]["stale"] or fleet["refused"]:
         raise SystemExit(2)
+
+
+@app.command()
+def reload(
+    model: Annotated[str, typer.Option(help="Model directory or file on the workers' machines.")],
+    url: Url = "http://127.0.0.1:8000",
+    worker: Annotated[str, typer.Option(help="Only this worker; all by default.")] = "",
+    admin_key: Annotated[
+        str, typer.Option(envvar="STEMROUTE_GATEWAY_ADMIN_KEY", help="Key for /admin.")
+    ] = "",
+) -> None:
+    """Give the workers other weights of the same architecture, one after the other."""
+    body = {"model": model, "worker": worker}
+    answer = _ask_gateway("POST", url, "/admin/weights", admin_key, body)
+    for changed in answer["workers"]:
+        out.print(
+            f"{changed['worker']}: weights {changed['weights'][:16]}, epoch {changed['epoch']}",
+            highlight=False,
+            markup=False,
+        )
+
+
+def _ask_gateway(
+    method: str, url: str, path: str, admin_key: str, body: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The JSON object that a gateway's /admin answers; ends the command where it does not."""
+    headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
+    try:
+        answer = httpx.request(
+            method,
+            url.rstrip("/") + path,
+            headers=headers,
+            json=body,
+            timeout=httpx.Timeout(10, read=10 if body is None else None),
+        )
+        answer.raise_for_status()
+        parsed: dict[str, Any] = answer.json()
+    except httpx.HTTPStatusError as error:
+        _fail(f"{url} answers {error.response.status_code}: {_reason(error.response)}")
+    except (httpx.HTTPError, ValueError) as error:
+        _fail(f"no gateway answers at {url}: {error}")
+    return parsed
+
+
+def _reason(answer: httpx.Response) -> str:
+    """The message of an OpenAI error object, or the whole text."""
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return answer.text
 
 
 def _with_gpus(settings: Settings) -> Settings:

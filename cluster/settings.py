@@ -78,6 +78,12 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     token_budget     tokens computed in one step at most
     chunk_tokens     prompt tokens of one sequence in one step at most; 0 is the whole budget
     max_waiting      requests that may wait; more are refused with 429
+    eviction         which cached block goes first: "lru", "lfu", "ttl:ttl_s=600" or
+                     "workload_aware"
+    cache_share      share of the pool that may hold cached blocks which no request uses
+    warmup_file      text file of prompts (separated by lines of "---") that are computed before
+                     the worker is ready; "" warms nothing up
+    pin_share        share of the pool in which the warm-up's prompts are kept from eviction
     threads          of torch; on a CPU one a worker is quickest on a busy machine
     host             interface of the worker's server
     advertise_host   host that gateways connect to; "" takes the node's address
@@ -98,6 +104,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     token_budget: int = 512
     chunk_tokens: int = 0
     max_waiting: int = 1024
+    eviction: str = "lru"
+    cache_share: float = 1.0
+    warmup_file: str = ""
+    pin_share: float = 0.0
     threads: int = 1
     host: str = "127.0.0.1"
     advertise_host: str = ""

@@ -26,6 +26,7 @@ from router.metrics import BusStatus, Metrics
 from router.openai_api import ApiRequest, parse_chat, parse_completion
 from router.policies import parse_policy
 from router.tokenization import Prompt, Tokenization
+from router.worker_admin import WorkerAdmin
 
 log = logging.getLogger(__name__)
 
@@ -177,6 +178,7 @@ class Gateway:
                 web.get("/ready", self._ready),
                 web.get("/metrics", self._metrics),
                 *admin.routes(),
+                *WorkerAdmin(self.fleet, self._session).routes(),
             ]
         )
         return app
@@ -244,6 +246,8 @@ class Gateway:
             include_usage=asked.include_usage,
             continuous_usage=asked.continuous_usage,
             cache_salt=asked.cache_salt,
+            request_type=asked.request_type,
+            turn=asked.turn,
         )
         return await self._forwarder.forward(request, generate, prompt, arrived)
 

@@ -6,7 +6,7 @@ to other requests before its commit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -14,9 +14,10 @@ import msgspec
 from cluster.blocks import hash_block as sha256_block
 from cluster.protocol import Load, RequestError, Sampling
 from worker.block_pool import BlockPool, InvariantError
+from worker.engine_config import EngineConfig
 from worker.eviction import EvictionPolicy, Lru
-from worker.prefix_cache import PrefixCache
-from worker.scheduler import EngineConfig, Plan, Scheduler
+from worker.prefix_cache import AGE_BOUNDS_S, PrefixCache, Why
+from worker.scheduler import Plan, Scheduler
 from worker.sequence import EngineRequest, Sequence
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "EngineCore",
     "EngineRequest",
     "EngineStats",
+    "EvictionAges",
     "InvariantError",
     "Output",
     "Runner",
@@ -107,6 +109,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     resumed_tokens               tokens not computed again, when preempted ones came back
     computed_prompt_tokens       prefill tokens computed, recomputation after preemption included
     held_requests                times that a request was held back for another's prefix
+    evictions                    cached blocks given up, for one of three reasons:
+    evictions_for_space          their room was needed
+    evictions_over_share         the cache held more than its share of the pool
+    evictions_expired            they had been of no use for too long (policy `ttl`)
+    flushed_blocks               cached blocks dropped by flushes and new weights
+    pinned_blocks                blocks pinned now
     duplicates                   blocks computed though another had cached them meanwhile
     collisions                   equal hashes of unequal content seen, on a look-up or a commit
     failed_steps                 steps in which the runner failed
@@ -120,12 +128,30 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     computed_prompt_tokens: int
     generated_tokens: int
     evictions: int
+    evictions_for_space: int
+    evictions_over_share: int
+    evictions_expired: int
+    flushed_blocks: int
+    pinned_blocks: int
     duplicates: int
     preemptions: int
     held_requests: int
     collisions: int
     steps: int
     failed_steps: int
+
+
+class EvictionAges(msgspec.Struct, frozen=True, kw_only=True):
+    """Time from a block's last use to its eviction.
+
+    bounds_s   upper bounds of the classes
+    counts     evictions in each class, and one count more for what was older
+    sum_s      of all ages
+    """
+
+    bounds_s: list[float]
+    counts: list[int]
+    sum_s: float
 
 
 class EngineCore:
@@ -145,7 +171,9 @@ class EngineCore:
         self.config = config
         self._runner = runner
         self._pool = BlockPool(config.capacity_blocks)
-        self._cache = PrefixCache(self._pool, make_policy(self._pool), config.block_size)
+        self._cache = PrefixCache(
+            self._pool, make_policy(self._pool), config.block_size, config.keep_limit
+        )
         self._scheduler = Scheduler(config, self._pool, self._cache, hash_block)
         self._end_tokens = frozenset(config.eos_token_ids)
         self._sequences: dict[str, Sequence] = {}
@@ -212,9 +240,39 @@ class EngineCore:
         self._scheduler.end(sequence)
         return True
 
+    @property
+    def runner(self) -> Runner:
+        """What computes the batches."""
+        return self._runner
+
+    def fail_all(self, reason: str) -> list[Output]:
+        """End every request, running or waiting, with an "error" output that says why."""
+        return self._fail(list(self._sequences.values()), reason)
+
+    def forget_model(self, eos_token_ids: list[int]) -> None:
+        """The runner is about to compute with other weights: nothing cached may be used again.
+
+        Raises InvariantError while there is work: its KV would be mixed.
+        """
+        if self._sequences:
+            raise InvariantError(f"{len(self._sequences)} requests still use the old weights")
+        self._scheduler.flush()
+        self._end_tokens = frozenset(eos_token_ids)
+
     def flush(self) -> None:
         """Drop all cached blocks at once; running requests go on, but cache nothing more."""
         self._scheduler.flush()
+
+    def expire(self, now: float) -> None:
+        """What `step` does first, for a caller that has no work: let cached blocks expire."""
+        self._scheduler.expire(now)
+
+    def pin(self, namespace_root: bytes, token_ids: bytes) -> int:
+        """Keep the cached blocks of a prompt (`pack_tokens`) from eviction until a flush.
+
+        Returns how many of its leading tokens are pinned. `pin_share` bounds what can be.
+        """
+        return self._scheduler.pin(namespace_root, token_ids)
 
     def has_work(self) -> bool:
         """Whether a request runs or waits."""
@@ -253,7 +311,9 @@ class EngineCore:
             sampled = self._runner.execute(batch)
             _check_sampled(batch, sampled)
         except Exception as error:
-            return self._fail(plan, error)
+            self.last_failure = error
+            self._failed_steps += 1
+            return self._fail(plan, f"the engine failed while it computed this: {error!r}")
         return self._commit(plan, sampled)
 
     def load(self) -> Load:
@@ -288,12 +348,26 @@ class EngineCore:
             computed_prompt_tokens=scheduler.computed_prompt_tokens,
             generated_tokens=self._generated_tokens,
             evictions=cache.evictions,
+            evictions_for_space=cache.evicted_for[Why.SPACE],
+            evictions_over_share=cache.evicted_for[Why.CAP],
+            evictions_expired=cache.evicted_for[Why.EXPIRED],
+            flushed_blocks=cache.flushed,
+            pinned_blocks=scheduler.pinned_blocks,
             duplicates=cache.duplicates,
             preemptions=scheduler.preemptions,
             held_requests=scheduler.held_requests,
             collisions=cache.collisions,
             steps=self._steps,
             failed_steps=self._failed_steps,
+        )
+
+    def eviction_ages(self) -> EvictionAges:
+        """How long evicted blocks had been of no use."""
+        cache = self._cache
+        return EvictionAges(
+            bounds_s=list(AGE_BOUNDS_S),
+            counts=list(cache.evicted_ages),
+            sum_s=cache.evicted_age_s,
         )
 
     def check(self) -> None:
@@ -332,11 +406,9 @@ class EngineCore:
             )
         return outputs
 
-    def _fail(self, plan: Plan, error: Exception) -> list[Output]:
-        self.last_failure = error
-        self._failed_steps += 1
+    def _fail(self, sequences: Iterable[Sequence], reason: str) -> list[Output]:
         outputs = []
-        for sequence in plan:
+        for sequence in sequences:
             self._end(sequence)
             outputs.append(
                 Output(
@@ -344,7 +416,7 @@ class EngineCore:
                     token_ids=[],
                     finish_reason="error",
                     hit_tokens=sequence.hit_tokens or 0,
-                    error=f"the engine failed while it computed this: {error!r}",
+                    error=reason,
                 )
             )
         return outputs

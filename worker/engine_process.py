@@ -13,23 +13,31 @@ import logging
 import os
 import sys
 import threading
+import time
+from concurrent.futures import Future
 
 import msgspec
 import zmq
 
 from cluster.blocks import join_hashes
 from cluster.protocol import RequestError
+from cluster.settings import WorkerSettings
 from worker.build import build_engine
-from worker.engine import EngineCore
+from worker.engine import Changes, EngineCore
 from worker.messages import (
     Add,
     Blocks,
     Cancel,
     Died,
+    EngineInfo,
     Flush,
     Flushed,
     GetBlocks,
     GetStats,
+    LoadWeights,
+    NotDone,
+    Pin,
+    Pinned,
     Ready,
     Refused,
     StartEngine,
@@ -37,9 +45,12 @@ from worker.messages import (
     Stepped,
     Stop,
     ToEngine,
+    WeightsLoaded,
     decode_to_engine,
     encode,
 )
+from worker.models import ModelError
+from worker.new_weights import Prepared, WeightChange
 
 log = logging.getLogger("worker.engine")
 
@@ -48,6 +59,7 @@ NICENESS_ON_CPU = 5
 """Where the engine computes on the cores that servers and gateways run on, those go first: they
 need little, and whole answers wait for them."""
 
+LOADING_POLL_MS = 20
 FAILED_STEPS_TO_GIVE_UP = 3
 """So many failed steps in a row, and the process ends: whoever watches it starts a fresh one."""
 
@@ -55,9 +67,18 @@ FAILED_STEPS_TO_GIVE_UP = 3
 class EngineLoop:
     """Takes messages, steps the engine, tells what happened."""
 
-    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        info: EngineInfo,
+        settings: WorkerSettings,
+        socket: zmq.Socket[bytes],
+    ) -> None:
         self._core = core
+        self._info = info
+        self._settings = settings
         self._socket = socket
+        self._change: tuple[int, WeightChange, Future[Prepared]] | None = None
         self._refused: list[Refused] = []
         self._failed_in_a_row = 0
         self._stopped = False
@@ -66,10 +87,15 @@ class EngineLoop:
         """Until a Stop message. Raises RuntimeError when steps keep failing."""
         while not self._stopped:
             idle = not self._core.has_work()
-            heard = self._take_messages(SIGN_OF_LIFE_MS if idle else 0)
+            wait_ms = SIGN_OF_LIFE_MS if self._change is None else LOADING_POLL_MS
+            heard = self._take_messages(wait_ms if idle else 0)
+            if self._change is not None and self._change[2].done():
+                self._change_weights(*self._change)
+                self._change = None
             if self._core.has_work():
                 self._step()
             elif heard or idle:
+                self._core.expire(time.monotonic())
                 self._tell([], "")
 
     def _take_messages(self, wait_ms: int) -> bool:
@@ -110,13 +136,51 @@ class EngineLoop:
                 self._tell([], "")
                 self._send(Blocks(ticket, join_hashes(core.cached_blocks())))
             case GetStats(ticket):
-                self._send(Stats(ticket, core.stats()))
+                self._send(Stats(ticket, core.stats(), core.eviction_ages()))
+            case Pin(ticket, namespace_root, token_ids):
+                self._send(Pinned(ticket, core.pin(namespace_root, token_ids)))
+            case LoadWeights(ticket, model):
+                self._prepare_weights(ticket, model)
             case Stop():
                 self._stopped = True
 
+    def _prepare_weights(self, ticket: int, path: str) -> None:
+        if self._change is not None:
+            self._send(NotDone(ticket, "other weights are being loaded already"))
+            return
+        try:
+            change = WeightChange(self._core, self._info, self._settings)
+        except ModelError as error:
+            self._send(NotDone(ticket, str(error)))
+            return
+        self._change = ticket, change, change.prepare(path)
+
+    def _change_weights(self, ticket: int, change: WeightChange, ready: Future[Prepared]) -> None:
+        try:
+            prepared = ready.result()
+        except Exception as error:  # whatever a file can bring about: the old weights stay
+            unforeseen = None if isinstance(error, ModelError) else error
+            log.warning("the new weights cannot be used: %s", error, exc_info=unforeseen)
+            self._send(NotDone(ticket, str(error) or repr(error)))
+            return
+        self._info, outputs = change.apply(prepared)
+        # The failures go out without the changes of the cache, which are the old epoch's end.
+        changes = self._core.take_changes()
+        nothing = Changes(stored=[], evicted=[], received=[])
+        self._send(Stepped(outputs=outputs, refused=[], changes=nothing, load=self._core.load()))
+        self._send(
+            WeightsLoaded(
+                ticket=ticket,
+                info=self._info,
+                received=changes.received,
+                load=self._core.load(),
+            )
+        )
+        log.info("the weights are now those of %s", self._info.model.namespace.weights[:16])
+
     def _step(self) -> None:
         failed_before = self._core.stats().failed_steps
-        outputs = self._core.step()
+        outputs = self._core.step(time.monotonic())
         failure = ""
         if self._core.stats().failed_steps > failed_before:
             self._failed_in_a_row += 1
@@ -167,7 +231,7 @@ def main() -> None:
         gc.collect()
         gc.freeze()  # the model's objects stay: a full collection among them costs tens of ms
         socket.send(encode(Ready(info)))
-        EngineLoop(core, socket).run()
+        EngineLoop(core, info, start.settings, socket).run()
     except Exception as error:
         log.exception("the engine cannot go on")
         socket.send(encode(Died(f"{type(error).__name__}: {error}")))

@@ -8,6 +8,7 @@ bisection, here and at the routers.
 
 from __future__ import annotations
 
+import enum
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -28,15 +29,44 @@ class Probe(NamedTuple):
     referenced: int
 
 
+class Why(enum.IntEnum):
+    """Why a block was evicted: its room was needed, the cache had more than its share, or it had
+    been of no use for too long."""
+
+    SPACE = 0
+    CAP = 1
+    EXPIRED = 2
+
+
+AGE_BOUNDS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0)
+"""Upper bounds of the classes in which ages at eviction are counted; a last one has none."""
+
+
 class PrefixCache:
     """Owner of the map from block hash to block.
 
     A block's *content* is what its hash was made of: the parent's hash (the namespace root at
     depth 0) followed by the block's packed tokens. It is kept and compared, so that two blocks
     with equal hashes are told apart: a collision is a miss.
+
+    now             time of the step, seconds on the caller's clock, which sets it
+    keep_limit      blocks that may be cached while nobody references them
+    evicted_for     evictions by reason (`Why`)
+    evicted_ages    evictions by age (time since the last use): one count for each of AGE_BOUNDS_S,
+                    not cumulative, and one for what is older
+    evicted_age_s   sum of these ages, seconds
+    flushed         blocks dropped by flushes
     """
 
-    def __init__(self, pool: BlockPool, policy: EvictionPolicy, block_size: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        policy: EvictionPolicy,
+        block_size: int,
+        keep_limit: int | None = None,
+    ) -> None:
+        self.now = 0.0
+        self.keep_limit = pool.capacity if keep_limit is None else keep_limit
         self._pool = pool
         self._policy = policy
         self._block_bytes = 4 * block_size
@@ -48,12 +78,20 @@ class PrefixCache:
         self._children = array("i", bytes(4 * (pool.capacity + 1)))
         self._stored: dict[bytes, None] = {}
         self._evicted: dict[bytes, None] = {}
-        self.evictions = 0
+        self.evicted_for = [0] * len(Why)
+        self.evicted_ages = [0] * (len(AGE_BOUNDS_S) + 1)
+        self.evicted_age_s = 0.0
+        self.flushed = 0
         self.collisions = 0
         self.duplicates = 0
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    @property
+    def evictions(self) -> int:
+        """Blocks evicted, for whatever reason; those of flushes are not counted."""
+        return sum(self.evicted_for)
 
     def hashes(self) -> list[bytes]:
         """Hashes of all cached blocks, parents first."""
@@ -99,7 +137,7 @@ class PrefixCache:
             found.append(block)
             parent = hashes[index]
         if found:
-            self._policy.used(found, use)
+            self._note_use(found, use)
         return found
 
     def allocate(self) -> int:
@@ -108,7 +146,7 @@ class PrefixCache:
         Raises InvariantError where every block is referenced: look at `pool.free_blocks` first.
         """
         if not self._pool.vacant and self._pool.free_blocks:
-            self._evict(self._policy.victim())
+            self._evict(self._policy.victim(self.now), Why.SPACE)
         return self._pool.allocate()
 
     def store(
@@ -142,7 +180,7 @@ class PrefixCache:
             if self._pool.share(present) and not self._children[present]:
                 self._policy.withdrawn(present)
             self._pool.release(block, keep=False)
-            self._policy.used((present,), use)
+            self._note_use((present,), use)
             return present
         if block in self._hashes or (parent and parent not in self._hashes):
             raise InvariantError(f"block {block} cannot be stored below block {parent}")
@@ -152,7 +190,7 @@ class PrefixCache:
         self._parents[block] = parent
         if parent:
             self._children[parent] += 1
-        self._policy.used((block,), use)
+        self._note_use((block,), use)
         if block_hash in self._evicted:
             del self._evicted[block_hash]
         else:
@@ -162,20 +200,30 @@ class PrefixCache:
     def release(self, blocks: Sequence[int]) -> None:
         """Give back a sequence's references, deepest block first (the LRU order needs it)."""
         pool, hashes, children = self._pool, self._hashes, self._children
+        last_used, now = pool.last_used, self.now
         for block in reversed(blocks):
             cached = block in hashes
+            if cached:
+                last_used[block] = now
             if pool.release(block, keep=cached) and cached and not children[block]:
                 self._policy.leaf(block)
+        while pool.kept > self.keep_limit:
+            self._evict(self._policy.victim(self.now), Why.CAP)
+
+    def expire(self) -> None:
+        """Drop what has been of no use for too long."""
+        while block := self._policy.expired(self.now):
+            self._evict(block, Why.EXPIRED)
 
     def flush(self) -> None:
         """Forget everything. Referenced blocks stay valid for who uses them."""
         # Children before parents, as in eviction.
         for block_hash, block in reversed(self._blocks.items()):
             if not self._pool.references(block):
-                if not self._children[block]:
-                    self._policy.withdrawn(block)
                 self._pool.vacate(block)
             self._note_gone(block_hash)
+        self._policy.clear()
+        self.flushed += len(self._blocks)
         for block in self._hashes:
             self._parents[block] = self._children[block] = 0
         self._blocks.clear()
@@ -189,7 +237,13 @@ class PrefixCache:
         self._evicted.clear()
         return stored, evicted
 
-    def _evict(self, block: int) -> None:
+    def _note_use(self, blocks: Sequence[int], use: BlockUse) -> None:
+        self._policy.used(blocks, use)
+        last_used = self._pool.last_used
+        for block in blocks:
+            last_used[block] = use.now
+
+    def _evict(self, block: int, why: Why) -> None:
         block_hash = self._hashes.get(block)
         if block_hash is None or self._children[block] or self._pool.references(block):
             raise InvariantError(
@@ -199,7 +253,10 @@ class PrefixCache:
         self._pool.vacate(block)
         del self._blocks[block_hash], self._hashes[block], self._contents[block]
         self._note_gone(block_hash)
-        self.evictions += 1
+        self.evicted_for[why] += 1
+        age_s = max(0.0, self.now - self._pool.last_used[block])
+        self.evicted_ages[bisect_left(AGE_BOUNDS_S, age_s)] += 1
+        self.evicted_age_s += age_s
         parent = self._parents[block]
         self._parents[block] = 0
         if parent:

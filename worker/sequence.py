@@ -19,6 +19,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
                     the server's concern (it cancels), the engine knows end tokens and limits only
     block_hashes    joined hashes of the prompt's full blocks; b"" lets the engine compute them
     arrival         when the request arrived, seconds on the caller's clock
+    request_type    kind of work, for eviction by class; "" where nobody said
+    turn            1, 2, … in a conversation, for the same; 0 where nobody said
     """
 
     request_id: str
@@ -27,6 +29,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     block_hashes: bytes = b""
     arrival: float = 0.0
+    request_type: str = ""
+    turn: int = 0
 
 
 class Status(enum.Enum):

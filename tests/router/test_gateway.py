@@ -30,12 +30,13 @@ def test_the_gateway_needs_neither_torch_nor_ray():
 
 async def test_a_chat_reaches_the_worker_as_tokens_of_its_own_template():
     async with Rig() as rig:
-        body = {**HELLO, "cache_salt": "s", "temperature": 0, "stop": ["x"]}
+        body = {**HELLO, "cache_salt": "s", "temperature": 0, "stop": ["x"], "request_type": "q"}
         status, _, _ = await rig.post("/v1/chat/completions", body)
         assert status == 200
         (generate,) = rig.workers[0].requests
         assert len(unpack_tokens(generate.token_ids)) == len("<user>hello<assistant>")
         assert (generate.kind, generate.cache_salt) == ("chat", "s")
+        assert (generate.request_type, generate.turn) == ("q", 1)
         assert (generate.sampling.temperature, generate.sampling.stop) == (0, ["x"])
         # 200 tokens of context less 22 of the prompt, below the default of 1024
         assert generate.sampling.max_tokens == 178
