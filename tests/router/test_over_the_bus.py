@@ -19,9 +19,11 @@ TEXT = "a prompt of some blocks"
 class Published:
     """A fake worker with a real publisher."""
 
-    def __init__(self, worker: FakeWorker, redis_url: str, pool: str) -> None:
+    def __init__(
+        self, worker: FakeWorker, redis_url: str, pool: str, bus: BusSettings = QUICK
+    ) -> None:
         self.worker = worker
-        self.publisher = Publisher(redis_url, pool, QUICK)
+        self.publisher = Publisher(redis_url, pool, bus)
         self.epoch = 1
         self.held = 0
         self.publisher.begin(worker.card())
