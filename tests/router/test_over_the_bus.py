@@ -20,13 +20,18 @@ class Published:
     """A fake worker with a real publisher."""
 
     def __init__(
-        self, worker: FakeWorker, redis_url: str, pool: str, bus: BusSettings = QUICK
+        self,
+        worker: FakeWorker,
+        redis_url: str,
+        pool: str,
+        bus: BusSettings = QUICK,
+        epoch: int = 1,
     ) -> None:
         self.worker = worker
         self.publisher = Publisher(redis_url, pool, bus)
-        self.epoch = 1
+        self.epoch = epoch
         self.held = 0
-        self.publisher.begin(worker.card())
+        self.publisher.begin(worker.card(epoch=epoch))
         self.publisher.update(load=self.load())
         self.task = asyncio.create_task(self.publisher.run())
         worker.on_flush = self.flush
@@ -49,6 +54,7 @@ class Published:
         self.task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.task
+        await self.publisher.close()
 
 
 class Heard:
