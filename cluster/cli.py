@@ -28,6 +28,10 @@ out = Console() if sys.stdout.isatty() else Console(width=160)
 err = Console(stderr=True)
 
 Config = Annotated[Path | None, typer.Option("--config", help="Settings file (TOML).")]
+AdminKey = Annotated[
+    str, typer.Option(envvar="STEMROUTE_GATEWAY_ADMIN_KEY", help="Key for /admin.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Url = Annotated[str, typer.Option(help="Base URL of a gateway.")]
 
 
@@ -198,29 +202,87 @@ def deploy(
 @app.command()
 def status(
     url: Url = "http://127.0.0.1:8000",
-    admin_key: Annotated[
-        str, typer.Option(envvar="STEMROUTE_GATEWAY_ADMIN_KEY", help="Key for /admin.")
-    ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    admin_key: AdminKey = "",
+    as_json: AsJson = False,
 ) -> None:
     """Show the workers as a gateway sees them."""
     from cluster.status import status_table
 
-    headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
-    try:
-        answer = httpx.get(url.rstrip("/") + "/admin/fleet", headers=headers, timeout=10)
-        answer.raise_for_status()
-        fleet: dict[str, Any] = answer.json()
-    except httpx.HTTPStatusError as error:
-        _fail(f"{url} answers {error.response.status_code}: {error.response.text}")
-    except (httpx.HTTPError, ValueError) as error:
-        _fail(f"no gateway answers at {url}: {error}")
+    fleet = _admin(url, admin_key, "fleet")
     if as_json:
         out.print_json(data=fleet)
     else:
         out.print(status_table(fleet))
     if fleet["bus"]["stale"] or fleet["refused"]:
         raise SystemExit(2)
+
+
+@app.command()
+def explain(
+    prompt: Annotated[str | None, typer.Option(help="Text of a completion.")] = None,
+    chat: Annotated[str | None, typer.Option(help="Text of a user's message in a chat.")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Body of a chat or completion request (JSON).")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Model; the first one served if not given.")] = "",
+    url: Url = "http://127.0.0.1:8000",
+    admin_key: AdminKey = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show where a request would go now, and why. Nothing is sent to a worker."""
+    import json
+
+    from cluster.explain import explain_table
+
+    if sum(given is not None for given in (prompt, chat, file)) != 1:
+        _fail("give one of --prompt TEXT, --chat TEXT and --file BODY.json", code=2)
+    body: dict[str, Any] = {}
+    if file is not None:
+        try:
+            body = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            _fail(f"cannot read {file}: {error}")
+    elif prompt is not None:
+        body = {"prompt": prompt}
+    else:
+        body = {"messages": [{"role": "user", "content": chat}]}
+    if model or "model" not in body:
+        body["model"] = model or _first_model(url, admin_key)
+    answer = _admin(url, admin_key, "explain", body)
+    if as_json:
+        out.print_json(data=answer)
+    else:
+        out.print(explain_table(answer))
+
+
+def _admin(
+    url: str, admin_key: str, path: str, body: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The answer of a gateway's `/admin/<path>`: POST where there is a body."""
+    headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
+    try:
+        answer = httpx.request(
+            "GET" if body is None else "POST",
+            f"{url.rstrip('/')}/admin/{path}",
+            headers=headers,
+            json=body,
+            timeout=10,
+        )
+        answer.raise_for_status()
+        told: dict[str, Any] = answer.json()
+    except httpx.HTTPStatusError as error:
+        _fail(f"{url} answers {error.response.status_code}: {error.response.text}")
+    except (httpx.HTTPError, ValueError) as error:
+        _fail(f"no gateway answers at {url}: {error}")
+    return told
+
+
+def _first_model(url: str, admin_key: str) -> str:
+    workers = _admin(url, admin_key, "fleet")["workers"]
+    if not workers:
+        _fail(f"the gateway at {url} knows no worker: see stemroute doctor")
+    model: str = workers[0]["model"]
+    return model
 
 
 def _with_gpus(settings: Settings) -> Settings:

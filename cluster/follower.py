@@ -30,6 +30,7 @@ class FollowerStatus(msgspec.Struct, frozen=True, kw_only=True):
     repairs     whole sets read to mend a hole or after Redis was away
     unreadable  messages that could not be decoded
     refused     worker -> why it is not used
+    report_ages_s   worker -> seconds since its last report
     """
 
     connected: bool
@@ -40,6 +41,7 @@ class FollowerStatus(msgspec.Struct, frozen=True, kw_only=True):
     repairs: int
     unreadable: int
     refused: dict[str, str]
+    report_ages_s: dict[str, float]
 
 
 class Follower:
@@ -87,6 +89,7 @@ class Follower:
             repairs=following.repairs,
             unreadable=following.unreadable,
             refused=following.refused,
+            report_ages_s=following.report_ages_s(time.monotonic()),
         )
 
     async def run(self) -> None:

@@ -107,11 +107,16 @@ class Tracker:
 
 
 class _Known:
-    """A worker that the sink knows. `newest`: the last report in line that the sink got."""
+    """A worker that the sink knows.
+
+    heard_at      its lease counts from here
+    reported_at   when its last report in line came
+    newest        the last report in line that the sink got
+    """
 
     def __init__(self, now: float) -> None:
         self.tracker = Tracker()
-        self.heard_at = now
+        self.heard_at = self.reported_at = now
         self.newest: Report | None = None
 
 
@@ -155,6 +160,10 @@ class Following:
         """Worker -> why it is not used, in words."""
         return {worker: refused.reason for worker, refused in self._refused.items()}
 
+    def report_ages_s(self, now: float) -> dict[str, float]:
+        """Worker -> seconds since its last report, or since it was found without one."""
+        return {name: max(0.0, now - known.reported_at) for name, known in self._workers.items()}
+
     def knows(self, worker: str) -> bool:
         """Whether the sink has this worker."""
         return worker in self._workers
@@ -189,7 +198,7 @@ class Following:
         if verdict is Verdict.IGNORE:
             self._tell_of_old(known, report)
             return None
-        known.heard_at = now
+        known.heard_at = known.reported_at = now
         if verdict is Verdict.SNAPSHOT:
             return Need(worker, report, repair=True)
         known.newest = report
