@@ -255,6 +255,36 @@ def explain(
         out.print(explain_table(answer))
 
 
+@app.command()
+def doctor(
+    url: Url = "http://127.0.0.1:8000",
+    admin_key: Annotated[str | None, typer.Option(help="The gateway's key for /admin.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The gateway's key for /v1.")] = None,
+    redis_url: Annotated[str | None, typer.Option(help="Redis of the pool.")] = None,
+    pool: Annotated[str | None, typer.Option(help="The pool.")] = None,
+    as_json: AsJson = False,
+    config: Config = None,
+) -> None:
+    """Walk the chain from Redis to a reused prompt; say which link is broken, and the mend."""
+    import msgspec
+
+    from cluster.doctor import examine, healthy, links_table
+
+    flags = {
+        "redis_url": redis_url,
+        "pool": pool,
+        "gateway.admin_key": admin_key,
+        "gateway.api_key": api_key,
+    }
+    links = asyncio.run(examine(load_settings(config, flags=flags), url))
+    if as_json:
+        out.print_json(data=msgspec.to_builtins(links))
+    else:
+        out.print(links_table(links))
+    if not healthy(links):
+        raise SystemExit(1)
+
+
 def _admin(
     url: str, admin_key: str, path: str, body: dict[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -325,6 +355,12 @@ def _say_how_to_use(url: str, settings: Settings) -> None:
         markup=False,
     )
     out.print(f"  stemroute status --url {url}", highlight=False, markup=False)
+    out.print(
+        f"  stemroute doctor --url {url} --redis-url {settings.redis_url}",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
 
 
 def _stop_on_signals() -> None:

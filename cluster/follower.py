@@ -129,7 +129,7 @@ class Follower:
         answer = await self._stream.xread(
             {self.keys.events: self._last_id}, count=BATCH_REPORTS, block=block_ms
         )
-        streams = _streams(answer)
+        streams = stream_entries(answer)
         if not streams:
             await self._find_place()
         for _, entries in streams:
@@ -196,7 +196,7 @@ def _text(raw: bytes | str) -> str:
     return raw if isinstance(raw, str) else raw.decode()
 
 
-def _streams(answer: object) -> list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]:
+def stream_entries(answer: object) -> list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]:
     """The answer of XREAD in one shape: RESP2 gives pairs, RESP3 a map of lists of pages."""
     if not answer:
         return []
