@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
-import httpx
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from cluster.console import Config, fail, out, say
+from cluster.pool_cli import add_commands
 from cluster.settings import Settings, SettingsError, load_settings
 
 app = typer.Typer(
@@ -25,11 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="A prefix-locality-aware request router for a GPU cluster.",
 )
-out = Console() if sys.stdout.isatty() else Console(width=160)
-err = Console(stderr=True)
-
-Config = Annotated[Path | None, typer.Option("--config", help="Settings file (TOML).")]
-Url = Annotated[str, typer.Option(help="Base URL of a gateway.")]
+add_commands(app)
 
 
 def main() -> None:
@@ -37,12 +33,7 @@ def main() -> None:
     try:
         app()
     except SettingsError as error:
-        _fail(str(error))
-
-
-def _fail(sentence: str, code: int = 1) -> NoReturn:
-    err.print(f"[red]stemroute:[/red] {escape(sentence)}", highlight=False, soft_wrap=True)
-    raise SystemExit(code)
+        fail(str(error))
 
 
 @app.command()
@@ -77,13 +68,13 @@ def up(
     settings = _with_gpus(load_settings(config, flags=flags))
     _stop_on_signals()
     try:
-        with LocalCluster(settings, say=_say) as cluster:
+        with LocalCluster(settings, say=say) as cluster:
             _say_how_to_use(cluster.url, cluster.settings)
             cluster.watch()
     except KeyboardInterrupt:
-        _say("stopped")
+        say("stopped")
     except LocalClusterError as error:
-        _fail(str(error))
+        fail(str(error))
 
 
 @app.command()
@@ -98,17 +89,17 @@ def demo(
 
     _stop_on_signals()
     try:
-        with LocalCluster(demo_settings(), say=_say) as cluster:
-            _say("measuring what this machine can do")
+        with LocalCluster(demo_settings(), say=say) as cluster:
+            say("measuring what this machine can do")
             rate = measure_rate(cluster.url)
             arguments = loadgen_arguments(cluster.url, rate, out_dir)
-            _say(f"loadgen {' '.join(arguments)}")
+            say(f"loadgen {' '.join(arguments)}")
             command = [sys.executable, "-m", "loadgen", *arguments]
             code = subprocess.run(command, check=False).returncode
     except KeyboardInterrupt:
         code = 130
     except LocalClusterError as error:
-        _fail(str(error))
+        fail(str(error))
     raise SystemExit(code)
 
 
@@ -137,9 +128,9 @@ def gateway(
     try:
         uvloop.run(_until_signal(serve_gateway(settings)))
     except OSError as error:
-        _fail(f"the gateway cannot listen on {settings.gateway.host}: {error}")
+        fail(f"the gateway cannot listen on {settings.gateway.host}: {error}")
     except ValueError as error:
-        _fail(str(error))
+        fail(str(error))
 
 
 @app.command()
@@ -169,7 +160,7 @@ def deploy(
     }
     settings = load_settings(config, flags=flags)
     if not _listens(address):
-        _fail(f"no Ray cluster at {address}: start one with: ray start --head")
+        fail(f"no Ray cluster at {address}: start one with: ray start --head")
     import ray
 
     from cluster.serve_app import remove_application, run_application
@@ -177,97 +168,25 @@ def deploy(
     try:
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
     except ConnectionError as error:
-        _fail(f"no Ray cluster at {address}: {error}. Start one with: ray start --head")
+        fail(f"no Ray cluster at {address}: {error}. Start one with: ray start --head")
     try:
         if remove:
             remove_application()
-            _say("the workers have been removed")
+            say("the workers have been removed")
             return
         _need_redis(settings)
         if not settings.secret:
-            _say(
+            say(
                 "note: without STEMROUTE_SECRET whoever reaches a worker's port can use it, and "
                 "whoever reads Redis can test guesses of prompts"
             )
         run_application(settings)
-        _say(f"{settings.serve.replicas} workers are ready in the pool {settings.pool!r}")
-        _say("next: stemroute gateway --redis-url … (with the same STEMROUTE_SECRET)")
+        say(f"{settings.serve.replicas} workers are ready in the pool {settings.pool!r}")
+        say("next: stemroute gateway --redis-url … (with the same STEMROUTE_SECRET)")
     except RuntimeError as error:
-        _fail(f"the workers cannot start: {error}")
+        fail(f"the workers cannot start: {error}")
     finally:
         ray.shutdown()
-
-
-@app.command()
-def status(
-    url: Url = "http://127.0.0.1:8000",
-    admin_key: Annotated[
-        str, typer.Option(envvar="STEMROUTE_GATEWAY_ADMIN_KEY", help="Key for /admin.")
-    ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Show the workers as a gateway sees them."""
-    from cluster.status import cache_table, status_table
-
-    fleet = _ask_gateway("GET", url, "/admin/fleet", admin_key)
-    cache = _ask_gateway("GET", url, "/admin/cache", admin_key)
-    if as_json:
-        out.print_json(data=fleet | {"cache": cache})
-    else:
-        out.print(status_table(fleet))
-        out.print(cache_table(cache))
-    if fleet["bus"]["stale"] or fleet["refused"]:
-        raise SystemExit(2)
-
-
-@app.command()
-def reload(
-    model: Annotated[str, typer.Option(help="Model directory or file on the workers' machines.")],
-    url: Url = "http://127.0.0.1:8000",
-    worker: Annotated[str, typer.Option(help="Only this worker; all by default.")] = "",
-    admin_key: Annotated[
-        str, typer.Option(envvar="STEMROUTE_GATEWAY_ADMIN_KEY", help="Key for /admin.")
-    ] = "",
-) -> None:
-    """Give the workers other weights of the same architecture, one after the other."""
-    body = {"model": model, "worker": worker}
-    answer = _ask_gateway("POST", url, "/admin/weights", admin_key, body)
-    for changed in answer["workers"]:
-        out.print(
-            f"{changed['worker']}: weights {changed['weights'][:16]}, epoch {changed['epoch']}",
-            highlight=False,
-            markup=False,
-        )
-
-
-def _ask_gateway(
-    method: str, url: str, path: str, admin_key: str, body: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """The JSON object that a gateway's /admin answers; ends the command where it does not."""
-    headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
-    try:
-        answer = httpx.request(
-            method,
-            url.rstrip("/") + path,
-            headers=headers,
-            json=body,
-            timeout=httpx.Timeout(10, read=10 if body is None else None),
-        )
-        answer.raise_for_status()
-        parsed: dict[str, Any] = answer.json()
-    except httpx.HTTPStatusError as error:
-        _fail(f"{url} answers {error.response.status_code}: {_reason(error.response)}")
-    except (httpx.HTTPError, ValueError) as error:
-        _fail(f"no gateway answers at {url}: {error}")
-    return parsed
-
-
-def _reason(answer: httpx.Response) -> str:
-    """The message of an OpenAI error object, or the whole text."""
-    try:
-        return str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return answer.text
 
 
 def _with_gpus(settings: Settings) -> Settings:
@@ -282,7 +201,7 @@ def _with_gpus(settings: Settings) -> Settings:
 
     if not torch.cuda.is_available():
         if settings.worker.device == "cuda":
-            _fail("no CUDA device on this machine: use --device cpu")
+            fail("no CUDA device on this machine: use --device cpu")
         return settings
     share = min(1.0, torch.cuda.device_count() / settings.serve.replicas)
     return msgspec.structs.replace(
@@ -304,11 +223,7 @@ def _listens(address: str) -> bool:
 
 def _need_redis(settings: Settings) -> None:
     if not settings.redis_url:
-        _fail("where is Redis? Give --redis-url or STEMROUTE_REDIS_URL")
-
-
-def _say(sentence: str) -> None:
-    err.print(f"[dim]{escape(sentence)}[/dim]", highlight=False, soft_wrap=True)
+        fail("where is Redis? Give --redis-url or STEMROUTE_REDIS_URL")
 
 
 def _say_how_to_use(url: str, settings: Settings) -> None:
@@ -322,6 +237,12 @@ def _say_how_to_use(url: str, settings: Settings) -> None:
         markup=False,
     )
     out.print(f"  stemroute status --url {url}", highlight=False, markup=False)
+    out.print(
+        f"  stemroute doctor --url {url} --redis-url {settings.redis_url}",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
 
 
 def _stop_on_signals() -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection
 from typing import NamedTuple
 
+from router.explaining import Explanation, explain, reason_of
 from router.fleet import Fleet
 from router.member import Booking
 from router.metrics import Metrics
@@ -61,8 +62,21 @@ class Dispatcher:
         hit_tokens = int(candidates.hit_tokens[decision.chosen])
         booking = fleet.book(slot, request_id, prompt.chain, prompt.tokens, hit_tokens)
         card = booking.member.card
-        self._metrics.decisions.labels(policy.name).inc()
+        reason = reason_of(candidates, decision.chosen)
+        self._metrics.decisions.labels(policy.name, reason).inc()
         self._metrics.decision_seconds.observe(time.perf_counter() - began)
         return Placement(
             card.worker, card.address, policy.name, hit_tokens, booking, candidates, decision
+        )
+
+    def explain(self, model: str, kind: str, prompt: Prompt) -> Explanation:
+        """What `place` would do now with this prompt, without doing it."""
+        return explain(
+            self.fleet,
+            self.policy,
+            self._rng,
+            model=model,
+            kind=kind,
+            chain=prompt.chain,
+            prompt_tokens=prompt.tokens,
         )

@@ -41,7 +41,7 @@ class FleetCheckError(AssertionError):
 
 
 class Fleet:
-    """All workers of a pool. A `cluster.follower.FleetSink`; not safe for several threads.
+    """All workers of a pool. A `cluster.following.FleetSink`; not safe for several threads.
 
     clock      seconds, monotonic
     listener   called after a worker appeared, began an epoch, changed its state or went

@@ -251,8 +251,12 @@ class Forwarder:
         metrics.first_byte_seconds.observe(time.perf_counter() - arrived)
         metrics.prompt_tokens.inc(prompt.tokens)
         metrics.predicted_hit_tokens.inc(placement.predicted_hit_tokens)
-        hit = upstream.headers.get(HEADER_HIT_TOKENS, "0")
-        metrics.hit_tokens.inc(int(hit) if hit.isdecimal() else 0)
+        told = upstream.headers.get(HEADER_HIT_TOKENS, "0")
+        hit = int(told) if told.isdecimal() else 0
+        metrics.hit_tokens.inc(hit)
+        best = int(placement.candidates.hit_tokens.max())
+        metrics.regret_tokens.inc(max(0, best - hit))
+        metrics.overestimated_tokens.inc(max(0, placement.predicted_hit_tokens - hit))
 
 
 async def _refusal(upstream: aiohttp.ClientResponse, worker: str) -> web.Response:

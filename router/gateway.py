@@ -23,7 +23,7 @@ from router.fleet import Fleet
 from router.forwarding import SERVICE_UNAVAILABLE, Forwarder, worker_socket
 from router.member import ModelGroup
 from router.metrics import BusStatus, Metrics
-from router.openai_api import ApiRequest, parse_chat, parse_completion
+from router.openai_api import ApiRequest, parse_chat, parse_completion, parse_either
 from router.policies import parse_policy
 from router.tokenization import Prompt, Tokenization
 from router.worker_admin import WorkerAdmin
@@ -177,6 +177,7 @@ class Gateway:
                 web.get("/health", self._health),
                 web.get("/ready", self._ready),
                 web.get("/metrics", self._metrics),
+                web.post("/admin/explain", self._explain),
                 *admin.routes(),
                 *WorkerAdmin(self.fleet, self._session).routes(),
             ]
@@ -222,10 +223,7 @@ class Gateway:
         self, request: web.Request, parse: Callable[[bytes], ApiRequest]
     ) -> web.StreamResponse:
         arrived = time.perf_counter()
-        limit = self.settings.gateway.max_body_bytes
-        if request.content_length is not None and request.content_length > limit:
-            raise body_too_large(limit)
-        asked = parse(await request.read())
+        asked = parse(await self._body(request))
         prompt, context_tokens = await self._prompt(asked)
         room = context_tokens - prompt.tokens
         if room < 1:
@@ -250,6 +248,18 @@ class Gateway:
             turn=asked.turn,
         )
         return await self._forwarder.forward(request, generate, prompt, arrived)
+
+    async def _explain(self, request: web.Request) -> web.Response:
+        """Decide as for a chat or completion with this body, without sending it."""
+        asked = parse_either(await self._body(request))
+        prompt, _ = await self._prompt(asked)
+        return json_response(self.dispatcher.explain(asked.model, asked.kind, prompt))
+
+    async def _body(self, request: web.Request) -> bytes:
+        limit = self.settings.gateway.max_body_bytes
+        if request.content_length is not None and request.content_length > limit:
+            raise body_too_large(limit)
+        return await request.read()
 
     async def _prompt(self, asked: ApiRequest) -> tuple[Prompt, int]:
         """The prompt as the model's workers know it, and their context in tokens."""

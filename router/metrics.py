@@ -36,7 +36,11 @@ class BusStatus(Protocol):
     @property
     def repairs(self) -> int: ...
     @property
+    def unreadable(self) -> int: ...
+    @property
     def refused(self) -> dict[str, str]: ...
+    @property
+    def report_ages_s(self) -> dict[str, float]: ...
 
 
 class Metrics:
@@ -52,7 +56,11 @@ class Metrics:
             registry=registry,
         )
         self.decisions = Counter(
-            "stemroute_decisions", "Routing decisions", ["policy"], registry=registry
+            "stemroute_decisions",
+            "Routing decisions by policy and reason; only: one candidate; cold: nobody holds the "
+            "prefix; hit: nobody holds more of it; load: one that holds more costs more",
+            ["policy", "reason"],
+            registry=registry,
         )
         self.retries = Counter(
             "stemroute_retries",
@@ -76,6 +84,18 @@ class Metrics:
         self.hit_tokens = Counter(
             "stemroute_hit_tokens",
             "Prompt tokens of answered requests that the worker really reused",
+            registry=registry,
+        )
+        self.regret_tokens = Counter(
+            "stemroute_regret_tokens",
+            "Prompt tokens of answered requests that the worker computed although another was "
+            "expected to hold them: the price of balance, or of a wrong prediction",
+            registry=registry,
+        )
+        self.overestimated_tokens = Counter(
+            "stemroute_overestimated_tokens",
+            "Prompt tokens of answered requests that were expected in the worker's cache, but "
+            "were not there",
             registry=registry,
         )
         self.decision_seconds = Histogram(
@@ -164,12 +184,23 @@ class _Live(Collector):
                 "Time since any worker's last report",
                 value=max(0.0, time.monotonic() - self._fleet.last_report_at),
             )
+        ages = GaugeMetricFamily(
+            "stemroute_worker_report_age_seconds",
+            "Time since a worker's last report: how old the index of it may be",
+            labels=["worker"],
+        )
+        for worker, age_s in status.report_ages_s.items():
+            ages.add_metric([worker], age_s)
+        yield ages
         yield CounterMetricFamily("stemroute_bus_reports", "Reports applied", value=status.reports)
         yield CounterMetricFamily(
             "stemroute_bus_gaps", "Holes found in workers' reports", value=status.gaps
         )
         yield CounterMetricFamily(
             "stemroute_bus_repairs", "Whole block sets read to mend", value=status.repairs
+        )
+        yield CounterMetricFamily(
+            "stemroute_bus_unreadable", "Reports that cannot be decoded", value=status.unreadable
         )
         yield GaugeMetricFamily(
             "stemroute_refused_workers",

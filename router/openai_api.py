@@ -188,7 +188,22 @@ def parse_completion(body: bytes) -> ApiRequest:
     return request._replace(token_ids=token_ids)
 
 
-_Body = TypeVar("_Body", bound=CommonBody)
+class _Kinds(msgspec.Struct):
+    """What tells a chat from a completion."""
+
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def parse_either(body: bytes) -> ApiRequest:
+    """Understand a chat (it has `messages`) or a completion. Raises RequestError (400)."""
+    return (
+        parse_completion(body)
+        if _decode(body, _Kinds).messages is msgspec.UNSET
+        else parse_chat(body)
+    )
+
+
+_Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
 def _decode(body: bytes, kind: type[_Body]) -> _Body:

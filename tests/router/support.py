@@ -111,7 +111,9 @@ class FakeStatus(msgspec.Struct):
     reports: int = 7
     gaps: int = 1
     repairs: int = 1
+    unreadable: int = 0
     refused: dict[str, str] = {}
+    report_ages_s: dict[str, float] = {}
 
 
 class FakeFollower:

@@ -258,6 +258,8 @@ async def test_metrics_tell_of_fleet_bus_and_requests():
         await rig.complete()
         await rig.post("/v1/completions", b"{")
         await rig.get("/v1/nothing")
+        rig.follower.status.unreadable = 3
+        rig.follower.status.report_ages_s = {"w0": 0.5}
         rig.fleet.on_card(card("b", state="draining"))
         rig.fleet.on_report(
             report(
@@ -271,7 +273,7 @@ async def test_metrics_tell_of_fleet_bus_and_requests():
             'stemroute_requests_total{endpoint="/v1/completions",status="200"} 1.0',
             'stemroute_requests_total{endpoint="/v1/completions",status="400"} 1.0',
             'stemroute_requests_total{endpoint="none",status="404"} 1.0',
-            'stemroute_decisions_total{policy="locality"} 1.0',
+            'stemroute_decisions_total{policy="locality",reason="only"} 1.0',
             "stemroute_decision_seconds_count 1.0",
             "stemroute_first_byte_seconds_count 1.0",
             "stemroute_prompt_tokens_total 11.0",
@@ -284,6 +286,9 @@ async def test_metrics_tell_of_fleet_bus_and_requests():
             "stemroute_bus_stale 0.0",
             "stemroute_bus_reports_total 7.0",
             "stemroute_bus_gaps_total 1.0",
+            "stemroute_bus_repairs_total 1.0",
+            "stemroute_bus_unreadable_total 3.0",
+            'stemroute_worker_report_age_seconds{worker="w0"} 0.5',
             "stemroute_requests_in_flight 0.0",
         } <= set(lines)
 
