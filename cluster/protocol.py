@@ -75,6 +75,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     running, waiting         requests admitted / not yet admitted
     free_blocks              blocks that no sequence references (evictable cached ones included)
     cached_blocks            blocks in the prefix cache
+    pending_prefill_pairs    query-key pairs of the pending tokens' attention (`prefill_pairs`)
+    prefill_s_per_token      measured seconds to prefill a token; 0: not measured yet
+    prefill_s_per_pair       seconds on top for each query-key pair
     """
 
     pending_prefill_tokens: int = 0
@@ -82,11 +85,19 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     free_blocks: int = 0
     cached_blocks: int = 0
+    pending_prefill_pairs: int = 0
+    prefill_s_per_token: float = 0.0
+    prefill_s_per_pair: float = 0.0
 
     @property
     def batch(self) -> int:
         """Requests running plus requests waiting."""
         return self.running + self.waiting
+
+
+def prefill_pairs(start: int, end: int) -> int:
+    """Query-key pairs of causal attention for the tokens `[start, end)`: about the half square."""
+    return (end * end - start * start) // 2
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
