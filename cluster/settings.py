@@ -41,6 +41,8 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The gateway.
 
+    host                 interface to listen on
+    port                 port to listen on; 0 takes a free one
     policy               name of the routing policy, with parameters: "locality",
                          "consistent_hash:bound=1.25"
     api_key              clients must send it as a bearer token; "" asks for none
@@ -71,6 +73,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     served_name      name under which clients ask for the model; "" takes the model's own
     device           "auto", "cpu", "cuda"
     dtype            of weights and KV: "auto", "float32", "bfloat16", "float16"
+    block_size       tokens in a KV block; the same in all workers of a model
     kv_blocks        blocks in the pool; 0 sizes it from `kv_memory_share` of free memory
     kv_memory_share  share of free accelerator memory for the pool
     context_tokens   longest prompt + output; 0 takes the model's own
@@ -123,6 +126,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     gpus_per_worker        0 on CPU machines
     cpus_per_worker        CPU share that Ray books for a worker
     health_check_period_s  how often Ray asks a worker for its health
+    health_check_timeout_s a worker that has not answered by then is unhealthy
     """
 
     replicas: int = 2
