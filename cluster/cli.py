@@ -32,6 +32,9 @@ AdminKey = Annotated[
     str, typer.Option(envvar="STEMROUTE_GATEWAY_ADMIN_KEY", help="Key for /admin.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Shadow = Annotated[
+    str | None, typer.Option(help="Policies to evaluate without using them, comma-separated.")
+]
 Url = Annotated[str, typer.Option(help="Base URL of a gateway.")]
 
 
@@ -58,6 +61,7 @@ def up(
     host: Annotated[str | None, typer.Option(help="Interface of the gateway.")] = None,
     port: Annotated[int | None, typer.Option(help="Port of the gateway; 0 for a free one.")] = None,
     policy: Annotated[str | None, typer.Option(help="Routing policy.")] = None,
+    shadow: Shadow = None,
     kv_blocks: Annotated[int | None, typer.Option(help="KV blocks a worker; 0: as fit.")] = None,
     redis_url: Annotated[
         str | None, typer.Option(help="Redis to use instead of an embedded Valkey.")
@@ -75,6 +79,7 @@ def up(
         "gateway.host": host,
         "gateway.port": port,
         "gateway.policy": policy,
+        "gateway.shadow": shadow,
         "redis_url": redis_url,
     }
     settings = _with_gpus(load_settings(config, flags=flags))
@@ -120,6 +125,7 @@ def gateway(
     host: Annotated[str | None, typer.Option(help="Interface to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 for a free one.")] = None,
     policy: Annotated[str | None, typer.Option(help="Routing policy.")] = None,
+    shadow: Shadow = None,
     redis_url: Annotated[str | None, typer.Option(help="Redis of the pool.")] = None,
     config: Config = None,
 ) -> None:
@@ -132,6 +138,7 @@ def gateway(
         "gateway.host": host,
         "gateway.port": port,
         "gateway.policy": policy,
+        "gateway.shadow": shadow,
         "redis_url": redis_url,
     }
     settings = load_settings(config, flags=flags)
