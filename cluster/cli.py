@@ -27,6 +27,10 @@ app = typer.Typer(
 )
 add_commands(app)
 
+Shadow = Annotated[
+    str | None, typer.Option(help="Policies to evaluate without using them, comma-separated.")
+]
+
 
 def main() -> None:
     """Entry point: known trouble ends with one sentence, not with a trace."""
@@ -46,6 +50,7 @@ def up(
     host: Annotated[str | None, typer.Option(help="Interface of the gateway.")] = None,
     port: Annotated[int | None, typer.Option(help="Port of the gateway; 0 for a free one.")] = None,
     policy: Annotated[str | None, typer.Option(help="Routing policy.")] = None,
+    shadow: Shadow = None,
     kv_blocks: Annotated[int | None, typer.Option(help="KV blocks a worker; 0: as fit.")] = None,
     redis_url: Annotated[
         str | None, typer.Option(help="Redis to use instead of an embedded Valkey.")
@@ -63,6 +68,7 @@ def up(
         "gateway.host": host,
         "gateway.port": port,
         "gateway.policy": policy,
+        "gateway.shadow": shadow,
         "redis_url": redis_url,
     }
     settings = _with_gpus(load_settings(config, flags=flags))
@@ -108,6 +114,7 @@ def gateway(
     host: Annotated[str | None, typer.Option(help="Interface to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 for a free one.")] = None,
     policy: Annotated[str | None, typer.Option(help="Routing policy.")] = None,
+    shadow: Shadow = None,
     redis_url: Annotated[str | None, typer.Option(help="Redis of the pool.")] = None,
     config: Config = None,
 ) -> None:
@@ -120,6 +127,7 @@ def gateway(
         "gateway.host": host,
         "gateway.port": port,
         "gateway.policy": policy,
+        "gateway.shadow": shadow,
         "redis_url": redis_url,
     }
     settings = load_settings(config, flags=flags)

@@ -45,6 +45,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     port                 port to listen on; 0 takes a free one
     policy               name of the routing policy, with parameters: "locality",
                          "consistent_hash:bound=1.25"
+    shadow               policies to evaluate on live traffic without using them, such as
+                         "round_robin,least_requests"; "" for none
     api_key              clients must send it as a bearer token; "" asks for none
     admin_key            for /admin; "" admits only clients on this machine
     max_body_bytes       longer request bodies are refused with 413
@@ -57,6 +59,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     host: str = "127.0.0.1"
     port: int = 8000
     policy: str = "locality"
+    shadow: str = ""
     api_key: str = ""
     admin_key: str = ""
     max_body_bytes: int = 8 * 1024 * 1024

@@ -15,6 +15,7 @@ from router.edge import json_response
 from router.fleet import Fleet
 from router.metrics import BusStatus
 from router.policies import PolicyError, available, parse_policy
+from router.shadow import ShadowView
 
 FLUSH_TIMEOUT_S = 10.0
 """For every worker to flush, and for the new epochs to arrive over the bus."""
@@ -44,6 +45,12 @@ class _Flushed(msgspec.Struct):
 
     worker: str
     epoch: int
+
+
+class ShadowAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `GET /admin/shadow`: `live` first; empty where no shadow policy is set."""
+
+    arms: list[ShadowView]
 
 
 class BusView(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +127,7 @@ class Admin:
             web.post("/admin/policy", self.set_policy),
             web.post("/admin/flush", self.flush),
             web.get("/admin/fleet", self.get_fleet),
+            web.get("/admin/shadow", self.get_shadow),
         ]
 
     async def get_policy(self, request: web.Request) -> web.Response:
@@ -170,6 +178,9 @@ class Admin:
 
     async def get_fleet(self, request: web.Request) -> web.Response:
         return json_response(self.view())
+
+    async def get_shadow(self, request: web.Request) -> web.Response:
+        return json_response(ShadowAnswer(arms=self._dispatcher.shadows.views()))
 
     def view(self) -> FleetView:
         """The fleet now."""

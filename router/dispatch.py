@@ -12,6 +12,7 @@ from router.fleet import Fleet
 from router.member import Booking
 from router.metrics import Metrics
 from router.policies import Candidates, Decision, Policy
+from router.shadow import Shadows
 from router.tokenization import Prompt
 
 
@@ -31,10 +32,16 @@ class Dispatcher:
     """Decides with the policy of the moment; the owner of policy state and chance."""
 
     def __init__(
-        self, fleet: Fleet, policy: Policy, metrics: Metrics, rng: random.Random | None = None
+        self,
+        fleet: Fleet,
+        policy: Policy,
+        metrics: Metrics,
+        rng: random.Random | None = None,
+        shadows: Shadows | None = None,
     ) -> None:
         self.fleet = fleet
         self.policy = policy
+        self.shadows = shadows or Shadows([])
         self._metrics = metrics
         self._rng = rng or random.Random()
 
@@ -65,6 +72,8 @@ class Dispatcher:
         reason = reason_of(candidates, decision.chosen)
         self._metrics.decisions.labels(policy.name, reason).inc()
         self._metrics.decision_seconds.observe(time.perf_counter() - began)
+        if not excluded:  # a second attempt is the same request
+            self.shadows.observe(fleet, request_id, prompt.chain, candidates, decision.chosen)
         return Placement(
             card.worker, card.address, policy.name, hit_tokens, booking, candidates, decision
         )

@@ -156,6 +156,7 @@ class Forwarder:
             except (aiohttp.ClientError, OSError) as error:
                 raise _dropped(placement.worker, error) from error
             self._count(prompt, placement, upstream, arrived)
+            self._dispatcher.shadows.began(generate.request_id)
             if not generate.stream:
                 return web.Response(body=first, headers=headers)
             return await self._stream(client, upstream, first, headers, placement.worker)

@@ -25,6 +25,7 @@ from router.member import ModelGroup
 from router.metrics import BusStatus, Metrics
 from router.openai_api import ApiRequest, parse_chat, parse_completion, parse_either
 from router.policies import parse_policy
+from router.shadow import Shadows, parse_shadows
 from router.tokenization import Prompt, Tokenization
 from router.worker_admin import WorkerAdmin
 
@@ -99,9 +100,10 @@ class Gateway:
         self.fleet = Fleet()
         self.url = ""
         self._follower = (follower_factory or self._redis_follower)(self.fleet)
-        self.metrics = Metrics(self.fleet, lambda: self._follower.status)
+        shadows = Shadows(parse_shadows(settings.gateway.shadow))
+        self.metrics = Metrics(self.fleet, lambda: self._follower.status, shadows)
         self.dispatcher = Dispatcher(
-            self.fleet, parse_policy(settings.gateway.policy), self.metrics
+            self.fleet, parse_policy(settings.gateway.policy), self.metrics, shadows=shadows
         )
         self._drain_s = drain_s
         self._started_at = int(time.time())
@@ -247,7 +249,10 @@ class Gateway:
             request_type=asked.request_type,
             turn=asked.turn,
         )
-        return await self._forwarder.forward(request, generate, prompt, arrived)
+        try:
+            return await self._forwarder.forward(request, generate, prompt, arrived)
+        finally:
+            self.dispatcher.shadows.ended(generate.request_id)
 
     async def _explain(self, request: web.Request) -> web.Response:
         """Decide as for a chat or completion with this body, without sending it."""

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from router.fleet import Fleet
+from router.shadow import Shadows
 
 DECISION_BUCKETS_S = (25e-6, 50e-6, 100e-6, 200e-6, 400e-6, 1e-3, 4e-3, 16e-3, 0.1)
 FIRST_BYTE_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 60.0)
@@ -46,7 +47,9 @@ class BusStatus(Protocol):
 class Metrics:
     """Counters and histograms of one gateway, with the prefix `stemroute_`."""
 
-    def __init__(self, fleet: Fleet, bus: Callable[[], BusStatus]) -> None:
+    def __init__(
+        self, fleet: Fleet, bus: Callable[[], BusStatus], shadows: Shadows | None = None
+    ) -> None:
         self.registry = CollectorRegistry()
         registry = self.registry
         self.requests = Counter(
@@ -111,6 +114,8 @@ class Metrics:
             registry=registry,
         )
         registry.register(_Live(fleet, bus))
+        if shadows is not None and shadows.arms:
+            registry.register(_ShadowMetrics(shadows))
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -207,3 +212,45 @@ class _Live(Collector):
             "Workers that are not used because they do not match",
             value=len(status.refused.keys() | self._fleet.refused().keys()),
         )
+
+
+class _ShadowMetrics(Collector):
+    """What shadow policies would have done, read when scraped; compare with the arm `live`."""
+
+    def __init__(self, shadows: Shadows) -> None:
+        self._shadows = shadows
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        labels = ["policy"]
+        requests = CounterMetricFamily(
+            "stemroute_shadow_requests", "Requests that the policy judged", labels=labels
+        )
+        agreed = CounterMetricFamily(
+            "stemroute_shadow_agreed",
+            "Requests that the policy would have sent where they went",
+            labels=labels,
+        )
+        prompt = CounterMetricFamily(
+            "stemroute_shadow_prompt_tokens", "Prompt tokens of these requests", labels=labels
+        )
+        hits = CounterMetricFamily(
+            "stemroute_shadow_hit_tokens",
+            "Prompt tokens that the policy would have found cached, with its own choices",
+            labels=labels,
+        )
+        imbalance = GaugeMetricFamily(
+            "stemroute_shadow_imbalance",
+            "Most prompt tokens computed by a worker / mean, had the policy chosen",
+            labels=labels,
+        )
+        for view in self._shadows.views():
+            name = [view.policy]
+            requests.add_metric(name, view.requests)
+            agreed.add_metric(name, view.agreed)
+            prompt.add_metric(name, view.prompt_tokens)
+            hits.add_metric(name, view.hit_tokens)
+            imbalance.add_metric(name, view.imbalance)
+        yield from (requests, agreed, prompt, hits, imbalance)
