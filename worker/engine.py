@@ -71,7 +71,7 @@ class Runner(Protocol):
         ...
 
 
-class Output(msgspec.Struct, kw_only=True):
+class Output(msgspec.Struct, kw_only=True, gc=False):
     """News of one request.
 
     token_ids      new tokens, the end token included

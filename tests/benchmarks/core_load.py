@@ -1,7 +1,7 @@
 """A steady load on the engine's pure core: many long sequences that decode, end and are replaced.
 
 The runner computes nothing, so what a step costs is the core's: schedule, prefix match, commit, and
-what the engine process takes from it afterwards. CPU time of the thread is measured, not the wall's.
+what the engine process takes from it afterwards. The thread's CPU time is measured.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from worker.engine import BatchItem, EngineConfig, EngineCore, EngineRequest
 
 BLOCK = 16
 RUNNING = 256
-CONTEXT = 8192
+PROMPT = 7680
 STEM = 7168
 """Leading tokens that a prompt shares with those of its stem; the rest is its own."""
 STEMS = 16
-MOST_OUTPUT = 512
+MOST_OUTPUT = 1024
+"""Tokens of an answer, so that a sequence has 8,192 tokens on average."""
 ROOT = b"r" * 32
 
 
@@ -60,7 +61,7 @@ class SteadyLoad:
             EngineConfig(
                 block_size=BLOCK,
                 capacity_blocks=capacity_blocks,
-                context_tokens=4 * CONTEXT,
+                context_tokens=4 * PROMPT,
                 max_batch_size=RUNNING,
                 token_budget=1 << 16,
             ),
@@ -73,8 +74,8 @@ class SteadyLoad:
     def fill(self) -> None:
         """Compute blocks that nobody will ask for again, until the pool holds nothing else."""
         capacity = self.core.config.capacity_blocks
-        while self.core.load().cached_blocks < capacity - CONTEXT // BLOCK:
-            self._add(self._tokens(CONTEXT), 1)
+        while self.core.load().cached_blocks < capacity - PROMPT // BLOCK:
+            self._add(self._tokens(PROMPT), 1)
             self._step()
 
     def start(self) -> None:
@@ -89,9 +90,8 @@ class SteadyLoad:
     def measure(self, steps: int) -> StepCost:
         """The cost of so many steps, each with the arrivals that keep 256 running."""
         hit_before = self.core.stats().reused_tokens
-        before = self.served
         costs = []
-        waiting = [self._request(self._prompt(), MOST_OUTPUT) for _ in range(2 * steps)]
+        waiting = [self._request(self._prompt(), MOST_OUTPUT) for _ in range(steps)]
         gc.collect()
         gc.freeze()
         core = self.core
@@ -112,12 +112,12 @@ class SteadyLoad:
             float(np.median(ms)),
             float(np.percentile(ms, 99)),
             steps,
-            2 * steps - len(waiting),
-            core.stats().reused_tokens - hit_before if self.served > before else 0,
+            steps - len(waiting),
+            core.stats().reused_tokens - hit_before,
         )
 
     def _prompt(self) -> bytes:
-        return self.draws.choice(self.stems) + self._tokens(CONTEXT - STEM)
+        return self.draws.choice(self.stems) + self._tokens(PROMPT - STEM)
 
     def _tokens(self, count: int) -> bytes:
         return self.rng.integers(0, 1 << 16, count, dtype=np.uint32).tobytes()

@@ -20,9 +20,9 @@ def run() -> int:
     arrivals = sum(cost.arrivals for cost in windows)
     hit_tokens = sum(cost.hit_tokens for cost in windows)
     print(
-        f"{WINDOWS} windows of {STEPS} steps, 256 sequences of 8,192 tokens and more, a pool of "
-        f"{CAPACITY_BLOCKS} blocks; {arrivals} requests arrived and {hit_tokens // arrivals} tokens "
-        f"of each were found.\n"
+        f"{WINDOWS} windows of {STEPS} steps, 256 sequences of 8,192 tokens on average, a pool of "
+        f"{CAPACITY_BLOCKS} blocks; {arrivals} requests of 7,680 tokens arrived and "
+        f"{hit_tokens // arrivals} tokens of each were found.\n"
         f"CPU time of a step: in the median window mean {middle.mean_ms:.3f} ms, median "
         f"{middle.median_ms:.3f} ms, 99th percentile {middle.p99_ms:.3f} ms; in the one that was "
         f"disturbed least mean {least.mean_ms:.3f} ms, median {least.median_ms:.3f} ms, 99th "
