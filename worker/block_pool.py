@@ -16,6 +16,7 @@ kept list is in order of release, so it is the LRU order. Every operation is O(1
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 
 class InvariantError(AssertionError):
@@ -26,7 +27,7 @@ class BlockPool:
     """Owner of reference counts, of what is free, and of when a block was last of use.
 
     Knows nothing of hashes or tokens, and reads no clock: the cache writes `last_used`, in seconds
-    on its caller's clock, for the blocks that it caches.
+    on its caller's clock, when a cached block loses its last reference.
     """
 
     __slots__ = (
@@ -110,6 +111,32 @@ class BlockPool:
             self._vacant.append(block)
         self.free_blocks += 1
         return True
+
+    def share_all(self, blocks: Sequence[int]) -> list[int]:
+        """`share` each; returns those whose first reference it was. Raises as `share` does."""
+        references = self._references
+        first = []
+        for block in blocks:
+            count = references[block]
+            if count:
+                references[block] = count + 1
+            else:
+                self.share(block)
+                first.append(block)
+        return first
+
+    def drop_shared(self, blocks: Sequence[int]) -> list[int]:
+        """One reference less for those that have more than one; returns the others, untouched,
+        the last of `blocks` first."""
+        references = self._references
+        others = []
+        for block in reversed(blocks):
+            count = references[block]
+            if count > 1:
+                references[block] = count - 1
+            else:
+                others.append(block)
+        return others
 
     def vacate(self, block: int) -> None:
         """A kept block gives up its content."""

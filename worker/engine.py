@@ -71,7 +71,7 @@ class Runner(Protocol):
         ...
 
 
-class Output(msgspec.Struct, kw_only=True):
+class Output(msgspec.Struct, kw_only=True, gc=False):
     """News of one request.
 
     token_ids      new tokens, the end token included
@@ -205,7 +205,7 @@ class EngineCore:
         if len(request.namespace_root) != ROOT_BYTES:
             raise _internal(f"namespace root of {len(request.namespace_root)} bytes")
         try:
-            sequence = Sequence(request, self._arrivals + 1)
+            sequence = Sequence(request, self._arrivals + 1, config.sequence_limit)
         except ValueError as error:
             raise _internal(str(error)) from error
         if not sequence.tokens:
@@ -291,21 +291,7 @@ class EngineCore:
                 load = self.load()
                 raise InvariantError(f"nothing can be scheduled: {load}, {self.config}")
             return []
-        batch = []
-        for sequence, count in plan.items():
-            tokens, start = sequence.tokens, sequence.computed_tokens
-            end = start + count
-            batch.append(
-                BatchItem(
-                    sequence.request_id,
-                    tokens[start:end],
-                    start,
-                    sequence.block_table,
-                    end == len(tokens),
-                    sequence.sampling,
-                    len(tokens) - sequence.prompt_tokens,
-                )
-            )
+        batch = _batch_of(plan)
         self._steps += 1
         try:
             sampled = self._runner.execute(batch)
@@ -378,23 +364,25 @@ class EngineCore:
             raise InvariantError(f"requests {sorted(live ^ self._sequences.keys())} are lost")
 
     def _commit(self, plan: Plan, sampled: list[int | None]) -> list[Output]:
-        commit, limit = self._scheduler.commit, self.config.sequence_limit
+        commit = self._scheduler.commit
+        block_size, end_tokens = self.config.block_size, self._end_tokens
         outputs = []
         for (sequence, count), token in zip(plan.items(), sampled, strict=True):
-            commit(sequence, count)
+            computed = sequence.computed_tokens + count
+            if sequence.pending_tokens or not computed % block_size:
+                commit(sequence, count)
+            else:  # a decode within its block: all that a commit does then
+                sequence.computed_tokens = computed
             if token is None:
                 continue
-            tokens, sampling = sequence.tokens, sequence.sampling
+            tokens = sequence.tokens
             tokens.append(token)
-            self._generated_tokens += 1
             reason = ""
-            if token in self._end_tokens and not sampling.ignore_eos:
+            if token in end_tokens and not sequence.sampling.ignore_eos:
                 reason = "stop"
-            elif (
-                len(tokens) - sequence.prompt_tokens >= sampling.max_tokens or len(tokens) >= limit
-            ):
+                self._end(sequence)
+            elif len(tokens) >= sequence.limit_tokens:
                 reason = "length"
-            if reason:
                 self._end(sequence)
             outputs.append(
                 Output(
@@ -404,6 +392,7 @@ class EngineCore:
                     hit_tokens=sequence.hit_tokens or 0,
                 )
             )
+        self._generated_tokens += len(outputs)
         return outputs
 
     def _fail(self, sequences: Iterable[Sequence], reason: str) -> list[Output]:
@@ -424,6 +413,29 @@ class EngineCore:
     def _end(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request_id]
         self._scheduler.end(sequence)
+
+
+def _batch_of(plan: Plan) -> list[BatchItem]:
+    new = tuple.__new__  # without the named tuple's own, which only passes its arguments on
+    batch = []
+    for sequence, count in plan.items():
+        tokens, start = sequence.tokens, sequence.computed_tokens
+        length = len(tokens)
+        batch.append(
+            new(
+                BatchItem,
+                (
+                    sequence.request_id,
+                    [tokens[start]] if count == 1 else tokens[start : start + count].tolist(),
+                    start,
+                    sequence.block_table,
+                    start + count == length,
+                    sequence.sampling,
+                    length - sequence.prompt_tokens,
+                ),
+            )
+        )
+    return batch
 
 
 def _check_sampled(batch: list[BatchItem], sampled: list[int | None]) -> None:

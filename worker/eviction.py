@@ -36,13 +36,12 @@ class BlockUse(NamedTuple):
 class EvictionPolicy(Protocol):
     """A policy sees block numbers only; pool and cache call it, never the other way round.
 
-    When a block was last of use (used or released) stands in `pool.last_used`. It does not change
-    while the block is a leaf.
+    When a block lost its last reference stands in `pool.last_used`; a policy may note later uses
+    there too. It does not change while the block is a leaf.
     """
 
     def used(self, blocks: Sequence[int], use: BlockUse) -> None:
-        """A sequence stored these blocks, or found them cached. `pool.last_used` still tells of
-        the use before this one."""
+        """A sequence stored these blocks, or found them cached."""
         ...
 
     def leaf(self, block: int) -> None:

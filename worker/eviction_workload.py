@@ -106,6 +106,7 @@ class WorkloadAware:
                 self._fits[before].reused(max(0.0, use.now - last_used[block]))
             fit.opened()
             class_of[block] = number
+            last_used[block] = use.now
             self._offsets[block] = offset
             offset -= 1
 

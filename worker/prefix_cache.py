@@ -12,6 +12,7 @@ import enum
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from worker.block_pool import BlockPool, InvariantError
@@ -45,9 +46,9 @@ AGE_BOUNDS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0)
 class PrefixCache:
     """Owner of the map from block hash to block.
 
-    A block's *content* is what its hash was made of: the parent's hash (the namespace root at
-    depth 0) followed by the block's packed tokens. It is kept and compared, so that two blocks
-    with equal hashes are told apart: a collision is a miss.
+    A block's *content* is its packed tokens, at depth 0 behind the namespace root. Content and
+    parent are kept and compared, so that two blocks with equal hashes are told apart: a collision
+    is a miss.
 
     now             time of the step, seconds on the caller's clock, which sets it
     keep_limit      blocks that may be cached while nobody references them
@@ -122,22 +123,28 @@ class PrefixCache:
 
         `packed` holds the sequence's tokens, at least `limit` blocks of them.
         """
-        found: list[int] = []
-        size = self._block_bytes
-        parent = root
-        for index in range(limit):
-            block = self._blocks.get(hashes[index])
-            if block is None:
-                break
-            if self._contents[block] != parent + packed[index * size : (index + 1) * size]:
-                self.collisions += 1
-                break
-            if self._pool.share(block) and not self._children[block]:
+        size, contents, parents = self._block_bytes, self._contents, self._parents
+        looked_up = list(map(self._blocks.get, islice(hashes, limit)))
+        count = looked_up.index(None) if None in looked_up else len(looked_up)
+        found: list[int] = looked_up[:count]  # type: ignore[assignment]  # up to the first None
+        # All at once, since nearly always all is as it should be: who was the parent, which tokens.
+        chain = [0, *found]
+        chain.pop()
+        whole = b"".join(map(contents.__getitem__, found))
+        if list(map(parents.__getitem__, found)) != chain or whole != root + packed[: count * size]:
+            for index, block in enumerate(found):
+                part = packed[index * size : (index + 1) * size]
+                if parents[block] != chain[index] or contents[block] != (
+                    part if index else root + part
+                ):
+                    self.collisions += 1
+                    del found[index:]
+                    break
+        for block in self._pool.share_all(found):
+            if not self._children[block]:
                 self._policy.withdrawn(block)
-            found.append(block)
-            parent = hashes[index]
         if found:
-            self._note_use(found, use)
+            self._policy.used(found, use)
         return found
 
     def allocate(self) -> int:
@@ -168,10 +175,10 @@ class PrefixCache:
         `parent` is the cached, referenced block before it, 0 at depth 0; `parent_key` is its
         hash, or the namespace root.
         """
-        content = parent_key + packed
+        content = packed if parent else parent_key + packed
         present = self._blocks.get(block_hash)
         if present is not None:
-            if self._contents[present] != content:
+            if self._contents[present] != content or self._parents[present] != parent:
                 self.collisions += 1
                 return 0
             if present == block:
@@ -180,7 +187,7 @@ class PrefixCache:
             if self._pool.share(present) and not self._children[present]:
                 self._policy.withdrawn(present)
             self._pool.release(block, keep=False)
-            self._note_use((present,), use)
+            self._policy.used((present,), use)
             return present
         if block in self._hashes or (parent and parent not in self._hashes):
             raise InvariantError(f"block {block} cannot be stored below block {parent}")
@@ -190,7 +197,7 @@ class PrefixCache:
         self._parents[block] = parent
         if parent:
             self._children[parent] += 1
-        self._note_use((block,), use)
+        self._policy.used((block,), use)
         if block_hash in self._evicted:
             del self._evicted[block_hash]
         else:
@@ -201,12 +208,14 @@ class PrefixCache:
         """Give back a sequence's references, deepest block first (the LRU order needs it)."""
         pool, hashes, children = self._pool, self._hashes, self._children
         last_used, now = pool.last_used, self.now
-        for block in reversed(blocks):
-            cached = block in hashes
-            if cached:
+        for block in pool.drop_shared(blocks):
+            if block in hashes:
                 last_used[block] = now
-            if pool.release(block, keep=cached) and cached and not children[block]:
-                self._policy.leaf(block)
+                pool.release(block, keep=True)
+                if not children[block]:
+                    self._policy.leaf(block)
+            else:
+                pool.release(block, keep=False)
         while pool.kept > self.keep_limit:
             self._evict(self._policy.victim(self.now), Why.CAP)
 
@@ -236,12 +245,6 @@ class PrefixCache:
         self._stored.clear()
         self._evicted.clear()
         return stored, evicted
-
-    def _note_use(self, blocks: Sequence[int], use: BlockUse) -> None:
-        self._policy.used(blocks, use)
-        last_used = self._pool.last_used
-        for block in blocks:
-            last_used[block] = use.now
 
     def _evict(self, block: int, why: Why) -> None:
         block_hash = self._hashes.get(block)
@@ -288,10 +291,9 @@ class PrefixCache:
                     f"cached block {block}: {references} references, kept {block in kept}"
                 )
             parent = self._parents[block]
-            key = self._contents[block][: -self._block_bytes]
             if parent:
                 children[parent] += 1
-                if self._hashes.get(parent) != key:
+                if parent not in self._hashes:
                     raise InvariantError(f"block {block} is cached, its parent {parent} is not")
                 if references and not self._pool.references(parent):
                     raise InvariantError(f"block {block} is referenced, its parent {parent} is not")

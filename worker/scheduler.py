@@ -315,23 +315,24 @@ class Scheduler:
     def _settle(self, sequence: Sequence, full: int) -> None:
         """Offer the blocks [settled, full), now written, to the cache."""
         if sequence.publishes:
-            table, hashes = sequence.block_table, sequence.hashes
+            table, hashes, block_size = sequence.block_table, sequence.hashes, self._block_size
+            in_flight, store, use_of = self._in_flight, self._cache.store, self._use_of
             for index in range(sequence.settled_blocks, full):
-                packed = sequence.packed_block(index, self._block_size)
+                packed = sequence.packed_block(index, block_size)
                 parent_key = sequence.parent_key(index)
                 if index == len(hashes):
                     hashes.append(self._hash_block(parent_key, packed))
                 block_hash = hashes[index]
                 parent = table[index - 1] if index else 0
-                use = self._use_of(sequence, index)
-                kept = self._cache.store(table[index], block_hash, parent, parent_key, packed, use)
+                use = use_of(sequence, index)
+                kept = store(table[index], block_hash, parent, parent_key, packed, use)
                 if not kept:  # a collision: what follows would hang below other content
                     self._leave_flight(sequence)
                     sequence.publishes = False
                     break
                 table[index] = kept
-                if self._in_flight.get(block_hash) is sequence:
-                    del self._in_flight[block_hash]
+                if in_flight and in_flight.get(block_hash) is sequence:
+                    del in_flight[block_hash]
         sequence.settled_blocks = full
 
     def _use_of(self, sequence: Sequence, depth: int) -> BlockUse:

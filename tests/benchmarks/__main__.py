@@ -14,15 +14,21 @@ import importlib
 import sys
 
 BENCHMARKS = {
-    "decision": "tests.benchmarks.decision",
-    "report_ingest": "tests.benchmarks.report_ingest",
-    "index_memory": "tests.benchmarks.index_memory",
-    "next_turn_tokenising": "tests.benchmarks.next_turn_tokenising",
+    name: f"tests.benchmarks.{name}"
+    for name in (
+        "decision",
+        "report_ingest",
+        "index_memory",
+        "next_turn_tokenising",
+        "core_step",
+        "core_scaling",
+    )
 }
 """Name -> module with `run() -> int`, the exit code."""
 
 
 def main(arguments: list[str]) -> int:
+    """Run what is named; returns the exit code."""
     names = list(BENCHMARKS) if arguments == ["--all"] else arguments
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown or not names:
