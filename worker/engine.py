@@ -15,6 +15,7 @@ from cluster.blocks import hash_block as sha256_block
 from cluster.protocol import Load, RequestError, Sampling
 from worker.block_pool import BlockPool, InvariantError
 from worker.eviction import EvictionPolicy, Lru
+from worker.prefill_speed import StepWork
 from worker.prefix_cache import PrefixCache
 from worker.scheduler import EngineConfig, Plan, Scheduler
 from worker.sequence import EngineRequest, Sequence
@@ -132,6 +133,7 @@ class EngineCore:
     """One engine. Not thread-safe: its owner calls one method at a time.
 
     last_failure   the exception of the last step in which the runner failed
+    last_work      what the last step computed
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class EngineCore:
         self._failed_steps = 0
         self._generated_tokens = 0
         self.last_failure: Exception | None = None
+        self.last_work = StepWork(0, 0, 0, synced=True)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -234,9 +237,15 @@ class EngineCore:
                 raise InvariantError(f"nothing can be scheduled: {load}, {self.config}")
             return []
         batch = []
+        prefill_tokens = prefill_squares = decodes = 0
         for sequence, count in plan.items():
             tokens, start = sequence.tokens, sequence.computed_tokens
             end = start + count
+            if sequence.pending_tokens:
+                prefill_tokens += count
+                prefill_squares += end * end - start * start
+            else:
+                decodes += 1
             batch.append(
                 BatchItem(
                     sequence.request_id,
@@ -249,6 +258,8 @@ class EngineCore:
                 )
             )
         self._steps += 1
+        synced = any(item.sample for item in batch)
+        self.last_work = StepWork(prefill_tokens, prefill_squares // 2, decodes, synced)
         try:
             sampled = self._runner.execute(batch)
             _check_sampled(batch, sampled)
@@ -264,6 +275,7 @@ class EngineCore:
             waiting=len(self._scheduler.waiting),
             free_blocks=self._pool.free_blocks,
             cached_blocks=len(self._cache),
+            pending_prefill_pairs=self._scheduler.pending_prefill_pairs,
         )
 
     def take_changes(self) -> Changes:

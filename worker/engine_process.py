@@ -13,12 +13,13 @@ import logging
 import os
 import sys
 import threading
+import time
 
 import msgspec
 import zmq
 
 from cluster.blocks import join_hashes
-from cluster.protocol import RequestError
+from cluster.protocol import Load, RequestError
 from worker.build import build_engine
 from worker.engine import EngineCore
 from worker.messages import (
@@ -40,6 +41,7 @@ from worker.messages import (
     decode_to_engine,
     encode,
 )
+from worker.prefill_speed import PrefillSpeed
 
 log = logging.getLogger("worker.engine")
 
@@ -54,6 +56,7 @@ class EngineLoop:
     def __init__(self, core: EngineCore, socket: zmq.Socket[bytes]) -> None:
         self._core = core
         self._socket = socket
+        self._speed = PrefillSpeed()
         self._refused: list[Refused] = []
         self._failed_in_a_row = 0
         self._stopped = False
@@ -101,7 +104,7 @@ class EngineLoop:
                 self._tell([], "")  # what came before belongs to the epoch that ends
                 core.flush()
                 changes = core.take_changes()  # all evicted: the new epoch says so already
-                self._send(Flushed(ticket=ticket, received=changes.received, load=core.load()))
+                self._send(Flushed(ticket=ticket, received=changes.received, load=self._load()))
             case GetBlocks(ticket):
                 self._tell([], "")
                 self._send(Blocks(ticket, join_hashes(core.cached_blocks())))
@@ -112,14 +115,18 @@ class EngineLoop:
 
     def _step(self) -> None:
         failed_before = self._core.stats().failed_steps
+        began_s = time.perf_counter()
         outputs = self._core.step()
+        ended_s = time.perf_counter()
         failure = ""
         if self._core.stats().failed_steps > failed_before:
             self._failed_in_a_row += 1
+            self._speed.interrupted()
             failure = repr(self._core.last_failure)
             log.error("a step failed: %s", failure, exc_info=self._core.last_failure)
         else:
             self._failed_in_a_row = 0
+            self._speed.observe(self._core.last_work, began_s, ended_s)
         self._tell(outputs, failure)
         if self._failed_in_a_row >= FAILED_STEPS_TO_GIVE_UP:
             raise RuntimeError(f"{self._failed_in_a_row} steps in a row failed: {failure}")
@@ -131,9 +138,16 @@ class EngineLoop:
                 outputs=outputs,
                 refused=refused,
                 changes=self._core.take_changes(),
-                load=self._core.load(),
+                load=self._load(),
                 failure=failure,
             )
+        )
+
+    def _load(self) -> Load:
+        return msgspec.structs.replace(
+            self._core.load(),
+            prefill_s_per_token=self._speed.s_per_token,
+            prefill_s_per_pair=self._speed.s_per_pair,
         )
 
     def _send(self, message: object) -> None:
