@@ -49,8 +49,13 @@ def up(
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     host: Annotated[str | None, typer.Option(help="Interface of the gateway.")] = None,
     port: Annotated[int | None, typer.Option(help="Port of the gateway; 0 for a free one.")] = None,
-    policy: Annotated[str | None, typer.Option(help="Routing policy.")] = None,
     shadow: Shadow = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Routing policy, such as locality or dynamo:temperature=0.5.")
+    ] = None,
+    queue: Annotated[
+        int | None, typer.Option(help="Requests that may wait for a worker with room.")
+    ] = None,
     kv_blocks: Annotated[int | None, typer.Option(help="KV blocks a worker; 0: as fit.")] = None,
     redis_url: Annotated[
         str | None, typer.Option(help="Redis to use instead of an embedded Valkey.")
@@ -69,6 +74,7 @@ def up(
         "gateway.port": port,
         "gateway.policy": policy,
         "gateway.shadow": shadow,
+        "gateway.queue": queue,
         "redis_url": redis_url,
     }
     settings = _with_gpus(load_settings(config, flags=flags))
@@ -113,8 +119,13 @@ def demo(
 def gateway(
     host: Annotated[str | None, typer.Option(help="Interface to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 for a free one.")] = None,
-    policy: Annotated[str | None, typer.Option(help="Routing policy.")] = None,
     shadow: Shadow = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Routing policy, such as locality or dynamo:temperature=0.5.")
+    ] = None,
+    queue: Annotated[
+        int | None, typer.Option(help="Requests that may wait for a worker with room.")
+    ] = None,
     redis_url: Annotated[str | None, typer.Option(help="Redis of the pool.")] = None,
     config: Config = None,
 ) -> None:
@@ -128,6 +139,7 @@ def gateway(
         "gateway.port": port,
         "gateway.policy": policy,
         "gateway.shadow": shadow,
+        "gateway.queue": queue,
         "redis_url": redis_url,
     }
     settings = load_settings(config, flags=flags)

@@ -95,9 +95,10 @@ class GatewayLinks:
                     f"but it is in {listing.epoch}"
                 )
             cached = len(listing.blocks) // 16
-            if row["indexed_blocks"] != cached:
+            known = row["indexed_blocks"] + row["dropped_blocks"]
+            if known != cached:
                 return (
-                    f"the gateway has {row['indexed_blocks']} blocks of {card.worker} in its "
+                    f"the gateway has {known} blocks of {card.worker} in its "
                     f"index, but it caches {cached}"
                 )
         return ""

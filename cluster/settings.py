@@ -10,7 +10,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -54,6 +54,11 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     connect_timeout_s    for one worker to accept a connection
     first_byte_timeout_s for one worker to send response headers
     default_max_tokens   where a request sets no limit (bounded by the context)
+    queue                requests that may wait at the gateway until a worker has room for them,
+                         released in order of arrival; 0: none waits here
+    queue_timeout_s      for so long at most; then 429
+    index_max_pairs      (block, worker) pairs in the prefix index, up to about 150 bytes each;
+                         beyond it the ends of long prefixes are left out
     """
 
     host: str = "127.0.0.1"
@@ -67,6 +72,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     connect_timeout_s: float = 2.0
     first_byte_timeout_s: float = 600.0
     default_max_tokens: int = 1024
+    queue: Annotated[int, msgspec.Meta(ge=0)] = 0
+    queue_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    index_max_pairs: Annotated[int, msgspec.Meta(ge=1)] = 20_000_000
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -68,6 +68,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """One worker as this gateway sees it; the load counts own requests on their way to it.
 
     indexed_blocks   blocks of it in this gateway's index; `cached_blocks` is its own word
+    dropped_blocks   blocks of it that the bounded index had no room for
     routed           requests sent to it since it appeared
     """
 
@@ -85,6 +86,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     cached_blocks: int
     capacity_blocks: int
     indexed_blocks: int
+    dropped_blocks: int
     routed: int
     block_size: int
 
@@ -222,6 +224,7 @@ class Admin:
                     cached_blocks=load.cached_blocks,
                     capacity_blocks=card.capacity_blocks,
                     indexed_blocks=self._fleet.index.count(member.slot),
+                    dropped_blocks=self._fleet.index.dropped(member.slot),
                     routed=member.routed,
                     block_size=card.namespace.block_size,
                 )

@@ -11,7 +11,7 @@ from router.explaining import Explanation, explain, reason_of
 from router.fleet import Fleet
 from router.member import Booking
 from router.metrics import Metrics
-from router.policies import Candidates, Decision, Policy
+from router.policies import Candidates, Decision, Policy, with_room
 from router.shadow import Shadows
 from router.tokenization import Prompt
 
@@ -28,8 +28,16 @@ class Placement(NamedTuple):
     decision: Decision
 
 
+class NoRoom(Exception):
+    """Workers are ready, but each is full."""
+
+
 class Dispatcher:
-    """Decides with the policy of the moment; the owner of policy state and chance."""
+    """Decides with the policy of the moment; the owner of policy state and chance.
+
+    holds_back   whether requests wait until a worker has room for their prompt. Else they wait
+                 at a worker, as long as one has any free block
+    """
 
     def __init__(
         self,
@@ -42,6 +50,7 @@ class Dispatcher:
         self.fleet = fleet
         self.policy = policy
         self.shadows = shadows or Shadows([])
+        self.holds_back = False
         self._metrics = metrics
         self._rng = rng or random.Random()
 
@@ -51,6 +60,7 @@ class Dispatcher:
         """Choose a worker and book the request there; None where no worker may serve it.
 
         The caller releases the booking. `excluded` names workers that were tried already.
+        Raises NoRoom where there are workers, but all are full.
         """
         began = time.perf_counter()
         fleet, policy = self.fleet, self.policy
@@ -64,6 +74,7 @@ class Dispatcher:
         candidates = fleet.candidates(model, prompt.chain, prompt.tokens, excluded)
         if candidates is None:
             return None
+        candidates = self._with_room(candidates)
         decision = policy.choose(candidates, self._rng)
         slot = int(candidates.slots[decision.chosen])
         hit_tokens = int(candidates.hit_tokens[decision.chosen])
@@ -89,3 +100,23 @@ class Dispatcher:
             chain=prompt.chain,
             prompt_tokens=prompt.tokens,
         )
+
+    def outdated(self, model: str, prompt: Prompt) -> bool:
+        """Whether the prompt was hashed for workers that have been replaced by others since."""
+        group = self.fleet.group(model)
+        return (
+            group is not None
+            and group.reference is not None
+            and group.reference.namespace != prompt.namespace
+        )
+
+    def _with_room(self, candidates: Candidates) -> Candidates:
+        """Those that are not full. Raises NoRoom where all are."""
+        room = with_room(candidates)
+        if room is None:
+            return candidates
+        if not room.any() and not self.holds_back:
+            room = (candidates.free_blocks > 0) | (candidates.batch == 0)
+        if not room.any():
+            raise NoRoom
+        return candidates.only(room)

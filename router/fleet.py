@@ -271,6 +271,12 @@ class Fleet:
             self._suspects.add(member)
             self._regroup(member.card.model)
 
+    def next_return_s(self) -> float | None:
+        """Seconds until a worker that refused a connection is tried again; None where none is."""
+        if not self._suspects:
+            return None
+        return max(0.0, min(m.suspect_until for m in self._suspects) - self._clock())
+
     @property
     def in_flight(self) -> int:
         """Requests that were routed and have not ended."""

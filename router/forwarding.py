@@ -27,6 +27,7 @@ from cluster.protocol import (
     RequestError,
 )
 from cluster.settings import GatewaySettings
+from router.admission import Admission
 from router.dispatch import Dispatcher, Placement
 from router.metrics import Metrics
 from router.tokenization import Prompt
@@ -86,9 +87,11 @@ class Forwarder:
         session: aiohttp.ClientSession,
         settings: GatewaySettings,
         dispatcher: Dispatcher,
+        admission: Admission,
         metrics: Metrics,
     ) -> None:
         self._session = session
+        self._admission = admission
         self._settings = settings
         self._dispatcher = dispatcher
         self._metrics = metrics
@@ -111,7 +114,7 @@ class Forwarder:
             code="no_ready_worker",
         )
         while len(tried) < self._settings.attempts:
-            placement = self._dispatcher.place(
+            placement = await self._admission.place(
                 generate.model, prompt, generate.request_id, excluded=tried
             )
             if placement is None:

@@ -13,10 +13,12 @@ from typing import Literal, Protocol
 import aiohttp
 import msgspec
 from aiohttp import web
+from prometheus_client import Gauge
 
 from cluster.protocol import GenerateRequest, ModelInfo, RequestError, WorkerCard, pool_token
 from cluster.settings import Settings
 from router.admin import Admin
+from router.admission import Admission
 from router.dispatch import Dispatcher
 from router.edge import authentication, body_too_large, errors, json_response, mark_started
 from router.fleet import Fleet
@@ -97,7 +99,7 @@ class Gateway:
         drain_s: float = DRAIN_S,
     ) -> None:
         self.settings = settings
-        self.fleet = Fleet()
+        self.fleet = Fleet(max_pairs=settings.gateway.index_max_pairs)
         self.url = ""
         self._follower = (follower_factory or self._redis_follower)(self.fleet)
         shadows = Shadows(parse_shadows(settings.gateway.shadow))
@@ -105,6 +107,10 @@ class Gateway:
         self.dispatcher = Dispatcher(
             self.fleet, parse_policy(settings.gateway.policy), self.metrics, shadows=shadows
         )
+        self.admission = Admission(
+            self.dispatcher, settings.gateway.queue, settings.gateway.queue_timeout_s
+        )
+        self._more_metrics()
         self._drain_s = drain_s
         self._started_at = int(time.time())
         self._following: asyncio.Task[None] | None = None
@@ -113,6 +119,19 @@ class Gateway:
         self._tokenization: Tokenization
         self._forwarder: Forwarder
         self._runner: web.AppRunner
+
+    def _more_metrics(self) -> None:
+        registry, index = self.metrics.registry, self.fleet.index
+        Gauge(
+            "stemroute_queued_requests",
+            "Requests that wait at the gateway for a worker with room",
+            registry=registry,
+        ).set_function(lambda: self.admission.waiting)
+        Gauge(
+            "stemroute_index_dropped_blocks",
+            "Cached blocks that the prefix index leaves out because it is full",
+            registry=registry,
+        ).set_function(lambda: index.dropped_pairs)
 
     async def start(self) -> None:
         """Bind, and follow the bus. `url` is set afterwards. Raises OSError for a taken port."""
@@ -141,7 +160,10 @@ class Gateway:
         )
         self._tokenization = Tokenization(self._fetch_model, self.settings.secret.encode())
         self._cleanup.callback(self._tokenization.close)
-        self._forwarder = Forwarder(self._session, settings, self.dispatcher, self.metrics)
+        self._cleanup.callback(self.admission.close)
+        self._forwarder = Forwarder(
+            self._session, settings, self.dispatcher, self.admission, self.metrics
+        )
         self._following = asyncio.create_task(self._follower.run(), name="bus follower")
         self._cleanup.push_async_callback(self._stop_following, self._following)
         self._runner = web.AppRunner(
@@ -356,7 +378,7 @@ class Gateway:
             reasons=reasons,
             models=list(self.fleet.models()),
             workers_ready=usable,
-            index=IndexView(stale=stale, reason=why),
+            index=IndexView(stale=stale, reason=why or self.fleet.index.problem),
             refused=refused,
         )
 

@@ -142,9 +142,14 @@ class PrefixIndex:
         return self._dropped.get(slot, 0)
 
     @property
+    def dropped_pairs(self) -> int:
+        """Blocks of all workers that were dropped for want of room."""
+        return sum(self._dropped.values())
+
+    @property
     def problem(self) -> str:
         """In words, what the index leaves out; "" where it is whole."""
-        dropped = sum(self._dropped.values())
+        dropped = self.dropped_pairs
         if not dropped:
             return ""
         return (

@@ -178,6 +178,8 @@ class Arm:
             running=batch - computing,
             waiting=computing,
             batch=batch,
+            booked_blocks=None,
+            pending_pairs=None,
         )
 
     def _cache(self, slot: int, ghost: _Ghost, chain: Sequence[bytes], room: int) -> None:

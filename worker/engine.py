@@ -16,6 +16,7 @@ from cluster.protocol import Load, RequestError, Sampling
 from worker.block_pool import BlockPool, InvariantError
 from worker.engine_config import EngineConfig
 from worker.eviction import EvictionPolicy, Lru
+from worker.prefill_speed import StepWork
 from worker.prefix_cache import AGE_BOUNDS_S, PrefixCache, Why
 from worker.scheduler import Plan, Scheduler
 from worker.sequence import EngineRequest, Sequence
@@ -158,6 +159,7 @@ class EngineCore:
     """One engine. Not thread-safe: its owner calls one method at a time.
 
     last_failure   the exception of the last step in which the runner failed
+    last_work      what the last step computed
     """
 
     def __init__(
@@ -183,6 +185,7 @@ class EngineCore:
         self._failed_steps = 0
         self._generated_tokens = 0
         self.last_failure: Exception | None = None
+        self.last_work = StepWork(0, 0, 0, synced=True)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -291,7 +294,7 @@ class EngineCore:
                 load = self.load()
                 raise InvariantError(f"nothing can be scheduled: {load}, {self.config}")
             return []
-        batch = _batch_of(plan)
+        batch, self.last_work = _batch_of(plan)
         self._steps += 1
         try:
             sampled = self._runner.execute(batch)
@@ -310,6 +313,7 @@ class EngineCore:
             waiting=len(self._scheduler.waiting),
             free_blocks=self._pool.free_blocks,
             cached_blocks=len(self._cache),
+            pending_prefill_pairs=self._scheduler.pending_prefill_pairs,
         )
 
     def take_changes(self) -> Changes:
@@ -415,27 +419,37 @@ class EngineCore:
         self._scheduler.end(sequence)
 
 
-def _batch_of(plan: Plan) -> list[BatchItem]:
+def _batch_of(plan: Plan) -> tuple[list[BatchItem], StepWork]:
+    """The runner's batch, and how much work it is."""
     new = tuple.__new__  # without the named tuple's own, which only passes its arguments on
     batch = []
+    prefill_tokens = prefill_squares = decodes = 0
+    samples = False
     for sequence, count in plan.items():
         tokens, start = sequence.tokens, sequence.computed_tokens
         length = len(tokens)
+        end = start + count
+        if sequence.pending_tokens:
+            prefill_tokens += count
+            prefill_squares += end * end - start * start
+        else:
+            decodes += 1
+        samples = samples or end == length
         batch.append(
             new(
                 BatchItem,
                 (
                     sequence.request_id,
-                    [tokens[start]] if count == 1 else tokens[start : start + count].tolist(),
+                    [tokens[start]] if count == 1 else tokens[start:end].tolist(),
                     start,
                     sequence.block_table,
-                    start + count == length,
+                    end == length,
                     sequence.sampling,
                     length - sequence.prompt_tokens,
                 ),
             )
         )
-    return batch
+    return batch, StepWork(prefill_tokens, prefill_squares // 2, decodes, samples)
 
 
 def _check_sampled(batch: list[BatchItem], sampled: list[int | None]) -> None:

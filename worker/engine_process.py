@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from cluster.blocks import join_hashes
-from cluster.protocol import RequestError
+from cluster.protocol import Load, RequestError
 from cluster.settings import WorkerSettings
 from worker.build import build_engine
 from worker.engine import Changes, EngineCore
@@ -51,6 +51,7 @@ from worker.messages import (
 )
 from worker.models import ModelError
 from worker.new_weights import Prepared, WeightChange
+from worker.prefill_speed import PrefillSpeed
 
 log = logging.getLogger("worker.engine")
 
@@ -79,6 +80,7 @@ class EngineLoop:
         self._settings = settings
         self._socket = socket
         self._change: tuple[int, WeightChange, Future[Prepared]] | None = None
+        self._speed = PrefillSpeed()
         self._refused: list[Refused] = []
         self._failed_in_a_row = 0
         self._stopped = False
@@ -131,7 +133,7 @@ class EngineLoop:
                 self._tell([], "")  # what came before belongs to the epoch that ends
                 core.flush()
                 changes = core.take_changes()  # all evicted: the new epoch says so already
-                self._send(Flushed(ticket=ticket, received=changes.received, load=core.load()))
+                self._send(Flushed(ticket=ticket, received=changes.received, load=self._load()))
             case GetBlocks(ticket):
                 self._tell([], "")
                 self._send(Blocks(ticket, join_hashes(core.cached_blocks())))
@@ -167,27 +169,31 @@ class EngineLoop:
         # The failures go out without the changes of the cache, which are the old epoch's end.
         changes = self._core.take_changes()
         nothing = Changes(stored=[], evicted=[], received=[])
-        self._send(Stepped(outputs=outputs, refused=[], changes=nothing, load=self._core.load()))
+        self._send(Stepped(outputs=outputs, refused=[], changes=nothing, load=self._load()))
         self._send(
             WeightsLoaded(
                 ticket=ticket,
                 info=self._info,
                 received=changes.received,
-                load=self._core.load(),
+                load=self._load(),
             )
         )
         log.info("the weights are now those of %s", self._info.model.namespace.weights[:16])
 
     def _step(self) -> None:
         failed_before = self._core.stats().failed_steps
+        began_s = time.perf_counter()
         outputs = self._core.step(time.monotonic())
+        ended_s = time.perf_counter()
         failure = ""
         if self._core.stats().failed_steps > failed_before:
             self._failed_in_a_row += 1
+            self._speed.interrupted()
             failure = repr(self._core.last_failure)
             log.error("a step failed: %s", failure, exc_info=self._core.last_failure)
         else:
             self._failed_in_a_row = 0
+            self._speed.observe(self._core.last_work, began_s, ended_s)
         self._tell(outputs, failure)
         if self._failed_in_a_row >= FAILED_STEPS_TO_GIVE_UP:
             raise RuntimeError(f"{self._failed_in_a_row} steps in a row failed: {failure}")
@@ -199,9 +205,16 @@ class EngineLoop:
                 outputs=outputs,
                 refused=refused,
                 changes=self._core.take_changes(),
-                load=self._core.load(),
+                load=self._load(),
                 failure=failure,
             )
+        )
+
+    def _load(self) -> Load:
+        return msgspec.structs.replace(
+            self._core.load(),
+            prefill_s_per_token=self._speed.s_per_token,
+            prefill_s_per_pair=self._speed.s_per_pair,
         )
 
     def _send(self, message: object) -> None:

@@ -50,9 +50,15 @@ class Scheduler:
         self._in_flight: dict[bytes, Sequence] = {}
         self.pending_prefill_tokens = 0
         """Sum of the sequences' `pending_tokens`."""
+        self._pending_squares = 0  # twice the pairs: whole numbers that add up exactly
         self.hits = self.partial_hits = self.misses = 0
         self.reused_tokens = self.resumed_tokens = self.computed_prompt_tokens = 0
         self.preemptions = self.held_requests = 0
+
+    @property
+    def pending_prefill_pairs(self) -> int:
+        """Query-key pairs of the pending tokens' attention."""
+        return self._pending_squares // 2
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence at the end."""
@@ -74,8 +80,7 @@ class Scheduler:
         """The forward pass has written the KV of `count` more tokens of the sequence."""
         computed = sequence.computed_tokens = sequence.computed_tokens + count
         if sequence.pending_tokens:
-            sequence.pending_tokens -= count
-            self.pending_prefill_tokens -= count
+            self._set_pending(sequence, sequence.pending_tokens - count)
             self.computed_prompt_tokens += count
         full = computed // self._block_size
         if full > sequence.settled_blocks:
@@ -371,7 +376,9 @@ class Scheduler:
 
     def _set_pending(self, sequence: Sequence, tokens: int) -> None:
         self.pending_prefill_tokens += tokens - sequence.pending_tokens
+        self._pending_squares -= _pending_squares(sequence)
         sequence.pending_tokens = tokens
+        self._pending_squares += _pending_squares(sequence)
 
     def check(self) -> None:
         """Raises InvariantError unless pool, cache and sequences agree. O(pool + tables)."""
@@ -408,6 +415,16 @@ class Scheduler:
             raise InvariantError(
                 f"{self.pending_prefill_tokens} pending prefill tokens, counted {pending}"
             )
+        squares = sum(map(_pending_squares, (*self.running.values(), *self.waiting.values())))
+        if squares != self._pending_squares:
+            raise InvariantError(f"{self._pending_squares} pending squares, counted {squares}")
         for holder in self._in_flight.values():
             if self.running.get(holder.request_id) is not holder or not holder.publishes:
                 raise InvariantError(f"{holder.request_id} has blocks in flight without computing")
+
+
+def _pending_squares(sequence: Sequence) -> int:
+    """Twice the query-key pairs of a sequence's pending tokens, which are its last ones."""
+    total = len(sequence.tokens)
+    first = total - sequence.pending_tokens
+    return total * total - first * first

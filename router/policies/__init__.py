@@ -9,7 +9,7 @@ cost wins.
     spreading.py  policies that look at load alone
     affinity.py   policies that look at the prefix alone, or first
     peers.py      the scores of other routers
-    scores.py     the mission's score and its relatives, in tokens and in seconds
+    scores.py     LMetric's score and its relatives, in tokens and in seconds
     hotspot.py    the guard against a prefix that draws all traffic to its holders
     registry.py   policies by name, with parameters
 """

@@ -132,17 +132,19 @@ def any_least(costs: FloatArray, rng: random.Random) -> int:
     return int(near[0] if len(near) == 1 else near[rng.randrange(len(near))])
 
 
-def with_room(candidates: Candidates) -> BoolArray:
-    """`[n]`: whether each worker's pool can take the prompt now.
+def with_room(candidates: Candidates) -> BoolArray | None:
+    """`[n]`: whether each worker's pool can take the prompt now. None: all of them can.
 
     It must have a free block for each block that the prompt does not find in the cache, those
     promised to requests on their way left out. An idle worker always has room: what it can
     never hold is refused by its context.
     """
     size = candidates.block_size
-    needed = (candidates.new_tokens + (size - 1)) // size
     free = candidates.free_blocks
     if candidates.booked_blocks is not None:
         free = free - candidates.booked_blocks
+    if int(free.min()) * size >= candidates.prompt_tokens:
+        return None
+    needed = (candidates.new_tokens + (size - 1)) // size
     room: BoolArray = (free >= needed) | (candidates.batch == 0)
-    return room
+    return None if room.all() else room

@@ -1,4 +1,4 @@
-"""The mission's score and its relatives: hit, pending prefill and batch in one number.
+"""LMetric's score and its relatives: hit, pending prefill and batch in one number.
 
 In tokens (`locality`, `additive`) or in seconds (`marginal`, `ttft`). Seconds come from each
 worker's measured prefill speed with its quadratic part: to prefill the tokens `[hit, prompt)`
@@ -41,7 +41,7 @@ def locality(
     state: HotspotState,
     rng: random.Random,
 ) -> Decision:
-    """Expected hit minus pending prefill tokens, times batch size: the mission's score.
+    """Expected hit minus pending prefill tokens, times batch size: the project's default.
 
     With the sign turned, so that the least wins: `(pending + new) × (batch + 1)`, where
     `new = max(1, prompt − hit)`. Source: LMetric, arXiv 2603.15202; `guard` is its two-phase
@@ -49,8 +49,8 @@ def locality(
     """
     work = candidates.new_tokens
     work += candidates.pending_tokens
-    costs: FloatArray = candidates.batch + 1.0
-    costs *= work
+    costs: FloatArray = work.astype(np.float64)
+    costs *= candidates.batch + 1
     if parameters.guard:
         out = left_out(
             candidates, state, lambda: least(costs, candidates, parameters.tie, random.Random(0))
@@ -63,7 +63,7 @@ def locality(
 def additive(
     candidates: Candidates, parameters: NoParameters, state: None, rng: random.Random
 ) -> Decision:
-    """The mission's words with the product taken first: `hit − pending × batch`, the greatest.
+    """The score read with the product taken first: `hit − pending × batch`, the greatest.
 
     Cost: `pending × batch − hit`. Unlike `locality` it sees no batch on a worker without
     pending prefill. Ties by load, then chance.

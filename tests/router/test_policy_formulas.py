@@ -254,7 +254,13 @@ def test_a_worker_has_room_for_the_blocks_that_it_lacks():
 
 
 def test_an_idle_worker_always_has_room():
-    assert with_room(candidates(prompt=100, free=[0], capacity=4)).tolist() == [True]
+    given = candidates(prompt=100, running=[0, 1], free=[0, 0], capacity=4)
+    assert with_room(given).tolist() == [True, False]
+
+
+def test_where_all_have_room_nothing_is_narrowed():
+    assert with_room(candidates(prompt=100, running=[9, 9], free=[7, 8])) is None
+    assert with_room(candidates(prompt=100, hit=[48, 96], running=[9, 9], free=[4, 1])) is None
 
 
 def test_candidates_can_be_narrowed():
