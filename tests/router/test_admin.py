@@ -117,6 +117,7 @@ async def test_the_fleet_is_shown_as_this_gateway_sees_it():
             "cached_blocks": 2,
             "capacity_blocks": 1000,
             "indexed_blocks": 2,
+            "dropped_blocks": 0,
             "routed": 1,
             "block_size": 4,
         }
