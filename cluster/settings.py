@@ -71,6 +71,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     served_name      name under which clients ask for the model; "" takes the model's own
     device           "auto", "cpu", "cuda"
     dtype            of weights and KV: "auto", "float32", "bfloat16", "float16"
+    attention        "auto" (triton on CUDA, else sdpa), "sdpa", "triton"
     kv_blocks        blocks in the pool; 0 sizes it from `kv_memory_share` of free memory
     kv_memory_share  share of free accelerator memory for the pool
     context_tokens   longest prompt + output; 0 takes the model's own
@@ -90,6 +91,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     served_name: str = ""
     device: str = "auto"
     dtype: str = "auto"
+    attention: str = "auto"
     block_size: int = 16
     kv_blocks: int = 0
     kv_memory_share: float = 0.85

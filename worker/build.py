@@ -47,7 +47,9 @@ def build_engine(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
         max_waiting=settings.max_waiting,
         eos_token_ids=loaded.eos_token_ids,
     )
-    core = EngineCore(config, TorchRunner(model, kv_blocks, settings.block_size))
+    core = EngineCore(
+        config, TorchRunner(model, kv_blocks, settings.block_size, settings.attention)
+    )
     info = EngineInfo(
         model=ModelInfo(
             model=settings.served_name or loaded.name,
