@@ -85,6 +85,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     device           "auto", "cpu", "cuda"
     dtype            of weights and KV: "auto", "float32", "bfloat16", "float16"
     block_size       tokens in a KV block; the same in all workers of a model
+    attention        "auto" (triton on CUDA, else sdpa), "sdpa", "triton"
     kv_blocks        blocks in the pool; 0 sizes it from `kv_memory_share` of free memory
     kv_memory_share  share of free accelerator memory for the pool
     context_tokens   longest prompt + output; 0 takes the model's own
@@ -110,6 +111,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     served_name: str = ""
     device: str = "auto"
     dtype: str = "auto"
+    attention: str = "auto"
     block_size: int = 16
     kv_blocks: int = 0
     kv_memory_share: float = 0.85

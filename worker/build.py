@@ -51,7 +51,7 @@ def build_engine(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
         cache_share=settings.cache_share,
         pin_share=settings.pin_share,
     )
-    runner = TorchRunner(model, kv_blocks, settings.block_size)
+    runner = TorchRunner(model, kv_blocks, settings.block_size, settings.attention)
     core = EngineCore(config, runner, make_policy=parse_eviction(settings.eviction))
     info = EngineInfo(
         model=ModelInfo(

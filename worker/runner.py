@@ -37,13 +37,13 @@ class TorchRunner:
     """
 
     def __init__(
-        self, model: LlamaModel, kv_blocks: int, block_size: int, backend: str = "sdpa"
+        self, model: LlamaModel, kv_blocks: int, block_size: int, attention: str = "auto"
     ) -> None:
         self.model = model
         self.block_size = block_size
         self.pools = new_pools(model.config, kv_blocks, block_size, model.dtype, model.device)
         self._capacity_blocks = kv_blocks
-        self._backend: AttentionBackend[object] = attention_backend(backend)
+        self._backend: AttentionBackend[object] = attention_backend(attention, model.device)
 
     @torch.inference_mode()
     def execute(self, batch: list[BatchItem]) -> list[int | None]:

@@ -49,9 +49,14 @@ PlanT = TypeVar("PlanT")
 
 
 class AttentionBackend(ABC, Generic[PlanT]):
-    """Causal grouped-query attention of the step's rows over all tokens up to each row."""
+    """Causal grouped-query attention of the step's rows over all tokens up to each row.
+
+    replayable_decodes   a plan for decodes only reads nothing but the metadata's device tensors
+                         later, so that a CUDA graph may replay it on other contents
+    """
 
     name: str
+    replayable_decodes = False
 
     @abstractmethod
     def plan(self, step: AttentionMetadata, dtype: torch.dtype) -> PlanT:
@@ -91,11 +96,28 @@ def write_kv(
     value_pool.view(-1, *value_pool.shape[2:]).index_copy_(0, slot_mapping, value)
 
 
-def attention_backend(name: str) -> AttentionBackend[object]:
-    """The backend of that name. Raises ValueError for another, listing those there are."""
-    from worker.attention.sdpa import SdpaBackend  # after the interface it implements
+BACKENDS = ("auto", "sdpa", "triton")
 
-    backends: dict[str, type[AttentionBackend[object]]] = {SdpaBackend.name: SdpaBackend}  # type: ignore[dict-item]
-    if name not in backends:
-        raise ValueError(f"no attention backend {name!r}; there are {', '.join(backends)}")
-    return backends[name]()
+
+def attention_backend(name: str, device: torch.device | str = "cpu") -> AttentionBackend[object]:
+    """The backend of that name for `device`; "auto" is triton on CUDA, else sdpa.
+
+    Raises ValueError for a name that is not there, or a backend whose package is missing.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"no attention backend {name!r}; there are {', '.join(BACKENDS)}")
+    if name == "auto":
+        name = "triton" if torch.device(device).type == "cuda" else "sdpa"
+    # Imported here: they implement the interface above, and not every machine has triton.
+    if name == "sdpa":
+        from worker.attention.sdpa import SdpaBackend
+
+        return SdpaBackend()  # type: ignore[return-value]
+    try:
+        from worker.attention.triton import TritonBackend
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "the attention backend triton needs the package triton: CUDA builds of torch bring "
+            "it, else install stemroute[cuda]; or set worker.attention to sdpa"
+        ) from error
+    return TritonBackend()  # type: ignore[return-value]

@@ -1,0 +1,234 @@
+"""Paged attention without a gather: Triton kernels that read the pool through the block table.
+
+The backend for CUDA. On a CPU it runs only in Triton's interpreter (`TRITON_INTERPRET=1` before
+triton is first imported), which is for tests: it is slower than `sdpa` by orders of magnitude.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+
+from worker.attention import AttentionBackend, AttentionMetadata, write_kv
+from worker.attention.triton_kernels import join_splits, paged_attention
+from worker.staging import upload
+
+CHUNK_TILE = 64
+"""Rows times query heads of a group in one program of a prefill chunk, at least."""
+
+TILE_KEYS_BYTES = 256
+"""A program looks at 64 keys at a time, at 32 where a key is longer than this: two stages of keys
+and values have to fit in shared memory."""
+
+MAX_SPLITS = 32
+MIN_SPLIT_KEYS = 256
+"""A decode's keys are split among programs where sequences alone would leave processors idle,
+but into parts no smaller than that."""
+
+PROGRAMS_PER_PROCESSOR = 2
+
+
+class Tiles(NamedTuple):
+    """Tiles of the prefill chunks: of which sequence, from which of its rows. `[tiles]` each."""
+
+    sequences: torch.Tensor
+    first_rows: torch.Tensor
+
+
+class Parts(NamedTuple):
+    """Where the programs of a split decode leave their sums, fp32; all layers share them.
+
+    sums          [decodes, query_heads, splits, head_dim]
+    tops, totals  [decodes, query_heads, splits]
+    """
+
+    sums: torch.Tensor
+    tops: torch.Tensor
+    totals: torch.Tensor
+
+
+class TritonPlan:
+    """What one step launches; the first layer fills in what depends on the model's shape.
+
+    For a step of decodes only, all that the kernels read lies in the metadata's device tensors:
+    such a plan serves again after these have been overwritten, with contexts as long as at first.
+    """
+
+    def __init__(self, step: AttentionMetadata) -> None:
+        self.step = step
+        self.tiles: Tiles | None = None
+        self.parts: Parts | None = None
+
+
+class TritonBackend(AttentionBackend[TritonPlan]):
+    """CUDA, and Triton's interpreter."""
+
+    name = "triton"
+    replayable_decodes = True
+
+    def __init__(self) -> None:
+        self._interpreted = bool(triton.knobs.runtime.interpret)
+        self._processors: dict[torch.device, int] = {}
+
+    def plan(self, step: AttentionMetadata, dtype: torch.dtype) -> TritonPlan:
+        """Nothing to do before the number of heads is known."""
+        return TritonPlan(step)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_pool: torch.Tensor,
+        value_pool: torch.Tensor,
+        plan: TritonPlan,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.attend`. Raises ValueError where Triton cannot run."""
+        if query.device.type != "cuda" and not self._interpreted:
+            raise ValueError(
+                f"the attention backend triton needs a CUDA device, not {query.device}; "
+                "set worker.attention to sdpa"
+            )
+        step = plan.step
+        write_kv(key, value, key_pool, value_pool, step.slot_mapping)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if step.decodes:
+            self._attend_decodes(query, key_pool, value_pool, out, plan)
+        if len(step.query_lens) > step.decodes:
+            self._attend_chunks(query, key_pool, value_pool, out, plan)
+        return out
+
+    def _attend_decodes(
+        self,
+        query: torch.Tensor,
+        key_pool: torch.Tensor,
+        value_pool: torch.Tensor,
+        out: torch.Tensor,
+        plan: TritonPlan,
+    ) -> None:
+        step = plan.step
+        query_heads, head_dim = query.shape[1:]
+        kv_heads = key_pool.shape[2]
+        splits = splits_of(
+            step.decodes * kv_heads, step.context_lens[0], self._processors_of(query.device)
+        )
+        if splits > 1 and plan.parts is None:
+            shape = (step.decodes, query_heads, splits)
+            plan.parts = Parts(
+                *(
+                    torch.empty(size, dtype=torch.float32, device=query.device)
+                    for size in ((*shape, head_dim), shape, shape)
+                )
+            )
+        tile = max(16, triton.next_power_of_2(query_heads // kv_heads))
+        grid = (step.decodes, kv_heads, splits)
+        self._launch(grid, query, key_pool, value_pool, out, plan, tile, splits, None)
+        if plan.parts is not None:
+            join_splits[(step.decodes * query_heads,)](
+                *plan.parts, out, HEAD_DIM=head_dim, WIDE_DIM=_wide(head_dim), SPLITS=splits
+            )
+
+    def _attend_chunks(
+        self,
+        query: torch.Tensor,
+        key_pool: torch.Tensor,
+        value_pool: torch.Tensor,
+        out: torch.Tensor,
+        plan: TritonPlan,
+    ) -> None:
+        kv_heads = key_pool.shape[2]
+        group = query.shape[1] // kv_heads
+        tile = max(CHUNK_TILE, triton.next_power_of_2(group))
+        if plan.tiles is None:
+            plan.tiles = _cut(plan.step, tile // group, query.device)
+        grid = (len(plan.tiles.sequences), kv_heads, 1)
+        self._launch(grid, query, key_pool, value_pool, out, plan, tile, 1, plan.tiles)
+
+    def _launch(
+        self,
+        grid: tuple[int, int, int],
+        query: torch.Tensor,
+        key_pool: torch.Tensor,
+        value_pool: torch.Tensor,
+        out: torch.Tensor,
+        plan: TritonPlan,
+        tile: int,
+        splits: int,
+        tiles: Tiles | None,
+    ) -> None:
+        step = plan.step
+        head_dim = query.shape[2]
+        assert query.stride()[1:] == (head_dim, 1), "heads lie side by side"
+        assert key_pool.is_contiguous()
+        assert value_pool.is_contiguous()
+        assert step.block_table.stride(1) == 1
+        wide = _wide(head_dim)
+        # Pointers that a variant does not read still have to point somewhere.
+        parts = plan.parts if splits > 1 and plan.parts is not None else Parts(out, out, out)
+        sequences, first_rows = tiles or (step.seq_lens, step.seq_lens)
+        paged_attention[grid](
+            query,
+            key_pool,
+            value_pool,
+            out,
+            *parts,
+            step.block_table,
+            step.query_start_loc,
+            step.seq_lens,
+            sequences,
+            first_rows,
+            math.log2(math.e) / math.sqrt(head_dim),
+            query.stride(0),
+            step.block_table.stride(0),
+            GROUP=query.shape[1] // key_pool.shape[2],
+            KV_HEADS=key_pool.shape[2],
+            HEAD_DIM=head_dim,
+            WIDE_DIM=wide,
+            BLOCK_SIZE=step.block_size,
+            TILE=tile,
+            TILE_KEYS=64 if wide * query.element_size() <= TILE_KEYS_BYTES else 32,
+            SPLITS=splits,
+            DECODE=tiles is None,
+            UPCAST=self._interpreted and query.dtype == torch.bfloat16,
+            num_warps=4,
+            num_stages=2,
+        )
+
+    def _processors_of(self, device: torch.device) -> int:
+        """Streaming multiprocessors of the device; in the interpreter, as many as an H100 has."""
+        if device not in self._processors:
+            count = 132
+            if device.type == "cuda":
+                count = torch.cuda.get_device_properties(device).multi_processor_count
+            self._processors[device] = count
+        return self._processors[device]
+
+
+def splits_of(programs: int, longest: int, processors: int) -> int:
+    """Into how many parts to split the keys of a step's decodes: a power of two.
+
+    programs   there are without splitting
+    longest    context of the step in tokens
+    """
+    wanted = PROGRAMS_PER_PROCESSOR * processors // programs
+    limit = min(wanted, longest // MIN_SPLIT_KEYS, MAX_SPLITS)
+    return 1 << max(0, limit.bit_length() - 1)
+
+
+def _cut(step: AttentionMetadata, rows_of_tile: int, device: torch.device) -> Tiles:
+    """Tiles of the chunks, the last of each sequence first: they see most keys and take longest."""
+    sequences: list[int] = []
+    first_rows: list[int] = []
+    for index in range(step.decodes, len(step.query_lens)):
+        first = range(0, step.query_lens[index], rows_of_tile)
+        sequences += [index] * len(first)
+        first_rows += reversed(first)
+    both = upload([sequences, first_rows], torch.int64, device)
+    return Tiles(both[0], both[1])
+
+
+def _wide(head_dim: int) -> int:
+    return max(16, int(triton.next_power_of_2(head_dim)))

@@ -1,0 +1,28 @@
+"""Host data on its way to the device, without making the host wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+def staging_buffer(size: int, device: torch.device) -> torch.Tensor:
+    """`[size]` int64 on the host, pinned where `device` is CUDA: only then is a copy asynchronous.
+
+    Take a new one for every copy. torch keeps freed pinned memory from being handed out again
+    before the copies that read it are through, and hands it out again after that.
+    """
+    return torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+
+
+def upload(
+    values: Sequence[object] | npt.NDArray[np.generic], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """`values` as a tensor on `device`. On CUDA the copy is queued, not waited for."""
+    host = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
