@@ -18,7 +18,7 @@ deepest of their chains. A hit is then taken for shorter than it is, never for l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
 import numpy as np
@@ -93,18 +93,16 @@ class PrefixIndex:
         if self._pairs > self.max_pairs:
             self._shrink()
 
-    def evict(self, slot: int, hashes: Iterable[bytes]) -> None:
+    def evict(self, slot: int, hashes: Collection[bytes]) -> None:
         """The worker in `slot` does not hold `hashes` any more; unknown ones are no error."""
         held = self._blocks.get(slot, {})
+        known = [block for block in hashes if held.pop(block, True) is None]
+        self._clear(known, slot)
+        self._pairs -= len(known)
         dropped = self._dropped.get(slot, 0)
-        for block in hashes:
-            if block in held:
-                del held[block]
-                self._clear(block, slot)
-                self._pairs -= 1
-            elif dropped:
-                dropped -= 1
-                self._dropped[slot] = dropped
+        if dropped:
+            unknown = len(hashes) - len(known)
+            self._dropped[slot] = max(0, dropped - unknown)
 
     def replace(self, slot: int, hashes: Iterable[bytes]) -> None:
         """The worker in `slot` holds exactly `hashes`."""
@@ -116,8 +114,7 @@ class PrefixIndex:
     def drop(self, slot: int) -> None:
         """Forget `slot`, which may then be given to another worker."""
         held = self._blocks.pop(slot, {})
-        for block in held:
-            self._clear(block, slot)
+        self._clear(held, slot)
         self._pairs -= len(held)
         self._dropped.pop(slot, None)
 
@@ -242,12 +239,13 @@ class PrefixIndex:
         partings.append(depth)
         del partings[:-MAX_PARTINGS]
 
-    def _clear(self, block: bytes, slot: int) -> None:
-        left = self._masks[block] & ~(1 << slot)
-        if left:
-            self._masks[block] = left
-        else:
-            del self._masks[block]
+    def _clear(self, blocks: Iterable[bytes], slot: int) -> None:
+        """Take `slot`, which holds each of `blocks`, out of their masks."""
+        masks, bit = self._masks, 1 << slot
+        for block in blocks:
+            mask = masks.pop(block)
+            if mask != bit:
+                masks[block] = mask ^ bit
 
     def _shrink(self) -> None:
         """Drop down to `max_pairs`: the latest stored of the slot that has most, down to its
@@ -257,8 +255,9 @@ class PrefixIndex:
             slot = max(self._blocks, key=lambda each: len(self._blocks[each]))
             held = self._blocks[slot]
             excess = min(self._pairs - self.max_pairs, len(held) - share)
-            for block in list(islice(reversed(held), excess)):
+            latest = list(islice(reversed(held), excess))
+            for block in latest:
                 del held[block]
-                self._clear(block, slot)
+            self._clear(latest, slot)
             self._pairs -= excess
             self._dropped[slot] = self._dropped.get(slot, 0) + excess
