@@ -17,6 +17,7 @@ from cluster.blocks import split_hashes
 from cluster.protocol import Load, Report, WorkerCard, WorkerState
 from router.coming import ComingBlocks
 from router.member import (
+    CHANGING_ROWS,
     ROWS,
     SPEEDS,
     Booking,
@@ -181,7 +182,7 @@ class Fleet:
         at most `prompt_tokens - 1` tokens, in whole blocks: the last token is always computed.
         """
         group = self.group(model)
-        if group is None or group.reference is None or not len(group.slots):
+        if group is None or group.reference is None or not group.mask:
             return None
         slots, mask = group.slots, group.mask
         for worker in excluded:
@@ -199,10 +200,9 @@ class Fleet:
         first, last = int(slots[0]), int(slots[-1])
         # a run of slots, the rule, is copied some five times faster than picked
         picked = slice(first, last + 1) if last - first + 1 == len(slots) else slots
-        pending, running, waiting, free, capacity, pairs, booked, keys = self._rows[
-            :, picked
-        ].copy()
-        s_per_token, s_per_pair = self._speeds[:, picked].copy()
+        pending, running, waiting, free, pairs, booked = self._rows[:CHANGING_ROWS, picked].copy()
+        capacity, keys = self._rows[CHANGING_ROWS:, picked]
+        s_per_token, s_per_pair = self._speeds[:, picked]
         hits = depths[picked]
         hits *= block_size
         return Candidates(

@@ -17,12 +17,15 @@ ROWS = (
     "running",
     "waiting",
     "free_blocks",
-    "capacity_blocks",
     "pending_pairs",
     "booked_blocks",
+    "capacity_blocks",
     "worker_key",
 )
 """What the fleet keeps of each worker as whole numbers, in this order."""
+
+CHANGING_ROWS = 6
+"""The first of them, which every decision changes; the others change with a worker's card."""
 
 SPEEDS = ("s_per_token", "s_per_pair")
 """What it keeps of each worker's measured prefill speed, in this order."""
@@ -133,9 +136,9 @@ def row_of(member: Member) -> list[int]:
         load.running,
         load.waiting + len(unnamed),
         load.free_blocks,
-        member.card.capacity_blocks,
         load.pending_prefill_pairs + pairs,
         blocks,
+        member.card.capacity_blocks,
         member.key,
     ]
 

@@ -60,7 +60,7 @@ class PrefixIndex:
         self._blocks: dict[int, dict[bytes, None]] = {}
         self._dropped: dict[int, int] = {}
         self._pairs = 0
-        # first block -> depths at which many workers parted, the latest last
+        # first block -> depths at which many workers parted, the deepest first
         self._partings: dict[bytes, list[int]] = {}
 
     def __len__(self) -> int:
@@ -77,18 +77,21 @@ class PrefixIndex:
         masks, held = self._masks, self._blocks.setdefault(slot, {})
         before_pairs = len(held)
         bit = 1 << slot
-        seen = seen_with_bit = 0
-        for block in hashes:
-            if block in held:
-                continue
-            held[block] = None
-            before = masks.get(block)
-            if before is None:
-                masks[block] = bit  # one int object a slot serves all blocks that it alone holds
-                continue
-            if before is not seen:  # blocks of one chain mostly have the very same holders
-                seen, seen_with_bit = before, before | bit
-            masks[block] = seen_with_bit
+        fresh = [block for block in hashes if block not in held]
+        held.update(dict.fromkeys(fresh))
+        masks_before = list(map(masks.get, fresh))
+        if masks_before.count(None) == len(fresh):
+            # one int object a slot serves all blocks that it alone holds
+            masks.update(dict.fromkeys(fresh, bit))
+        else:
+            seen = seen_with_bit = 0
+            for block, before in zip(fresh, masks_before, strict=True):
+                if before is None:
+                    masks[block] = bit
+                    continue
+                if before is not seen:  # blocks of one chain mostly have the very same holders
+                    seen, seen_with_bit = before, before | bit
+                masks[block] = seen_with_bit
         self._pairs += len(held) - before_pairs
         if self._pairs > self.max_pairs:
             self._shrink()
@@ -170,22 +173,17 @@ class PrefixIndex:
         """
         found = np.zeros(size, dtype=np.int64)
         held = self._masks.get
-        places: list[int] = []
-        values: list[int] = []
         length = len(chain) if limit is None else limit
+        if not slots or not length:
+            return found
+        done: list[tuple[int, int]] = []
+        partings = self._partings.get(chain[0], ())
+        ranges = self._at_partings(chain, slots, length, partings, done)
         # (low, high, mask): every slot of `mask` has its boundary in [low, high]
-        ranges = [(0, length, slots)] if slots and length else []
-        partings = self._partings.get(chain[0], ()) if ranges else ()
-        hints = [place for parting in partings for place in (parting, parting - 1)]
         while ranges:
             low, high, mask = ranges.pop()
             while low < high:
                 middle = (low + high) >> 1
-                for place in hints:
-                    if low <= place < high:
-                        middle = place
-                        hints.remove(place)
-                        break
                 deeper = held(chain[middle], 0) & mask
                 if not deeper:
                     high = middle
@@ -194,19 +192,56 @@ class PrefixIndex:
                 else:
                     ranges.append((low, middle, mask ^ deeper))
                     low, mask = middle + 1, deeper
-            if not low:
+            done.append((low, mask))
+        places: list[int] = []
+        values: list[int] = []
+        for depth, mask in done:
+            if not depth:
                 continue
             if mask.bit_count() <= FEW:
                 for slot in slots_of(mask):
                     places.append(slot)
-                    values.append(low)
+                    values.append(depth)
             else:
-                found[truth_of(mask, size)] = low
-                if low not in partings:
-                    self._part(chain[0], low)
+                found[truth_of(mask, size)] = depth
+                if depth not in partings:
+                    self._part(chain[0], depth)
         if places:
             found[places] = values
         return found
+
+    def _at_partings(
+        self,
+        chain: Sequence[bytes],
+        slots: int,
+        length: int,
+        partings: Sequence[int],
+        done: list[tuple[int, int]],
+    ) -> list[tuple[int, int, int]]:
+        """Split `slots` at `partings`, the deepest first, by two probes each.
+
+        Puts (depth, mask) of those that part exactly there into `done`; returns what is left to
+        search as (low, high, mask).
+        """
+        held = self._masks.get
+        ranges: list[tuple[int, int, int]] = []
+        rest, high = slots, length
+        for parting in partings:
+            if parting > high:
+                continue
+            reach = held(chain[parting - 1], 0) & rest
+            if reach:
+                beyond = held(chain[parting], 0) & reach if parting < high else 0
+                if beyond:
+                    ranges.append((parting + 1, high, beyond))
+                if beyond != reach:
+                    done.append((parting, reach ^ beyond))
+                rest ^= reach
+                if not rest:
+                    return ranges
+            high = parting - 1  # whoever is left does not hold it
+        ranges.append((0, high, rest))
+        return ranges
 
     def check(self) -> None:
         """Raise where masks and sets disagree, with figures."""
@@ -231,13 +266,16 @@ class PrefixIndex:
             )
 
     def _part(self, first: bytes, depth: int) -> None:
+        """Remember a parting, in the place of the nearest one where there are enough."""
         partings = self._partings.get(first)
         if partings is None:
             if len(self._partings) >= MAX_BEGINNINGS:
                 self._partings.clear()
             partings = self._partings[first] = []
+        if len(partings) >= MAX_PARTINGS:
+            partings.remove(min(partings, key=lambda parting: abs(parting - depth)))
         partings.append(depth)
-        del partings[:-MAX_PARTINGS]
+        partings.sort(reverse=True)
 
     def _clear(self, blocks: Iterable[bytes], slot: int) -> None:
         """Take `slot`, which holds each of `blocks`, out of their masks."""

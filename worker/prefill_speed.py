@@ -153,7 +153,7 @@ def _not_negative(
         return np.zeros(k)
     gram[np.diag_indices(k)] *= 1.0 + reluctance
     gram[np.diag_indices(k)] += 1e-12 * total  # a column of outliers only
-    solution: FloatArray = np.linalg.solve(gram, right).astype(np.float64)
+    solution: FloatArray = np.linalg.solve(gram, right).astype(np.float64, copy=False)
     if (solution >= 0).all():
         return solution
     best, best_value = np.zeros(k), 0.0

@@ -49,8 +49,7 @@ def locality(
     """
     work = candidates.new_tokens
     work += candidates.pending_tokens
-    costs: FloatArray = work.astype(np.float64)
-    costs *= candidates.batch + 1
+    costs: FloatArray = work * (candidates.batch + np.float64(1.0))
     if parameters.guard:
         out = left_out(
             candidates, state, lambda: least(costs, candidates, parameters.tie, random.Random(0))

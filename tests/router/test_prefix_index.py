@@ -1,7 +1,7 @@
 """The prefix index finds what plain sets would find."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from router.prefix_index import IndexCheckError, PrefixIndex
@@ -34,9 +34,15 @@ def extends(chain: list[bytes], block: bytes, others: list[list[bytes]]) -> set[
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.parametrize("few", [8, 0])
+@settings(
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(operations, st.lists(chains, min_size=1, max_size=6))
-def test_depths_equal_those_of_plain_sets(steps, queries):
+def test_depths_equal_those_of_plain_sets(monkeypatch, few, steps, queries):
+    monkeypatch.setattr("router.prefix_index.FEW", few)  # 0: every parting is remembered
     index, model = PrefixIndex(), {}
     seen = [chain for _, _, chain in steps]
     for action, slot, chain in steps:
@@ -58,7 +64,7 @@ def test_depths_equal_those_of_plain_sets(steps, queries):
             model[slot] = set()
         index.check()
     asked = sum(1 << slot for slot in model)
-    for query in queries + seen:
+    for query in (queries + seen) * 2:
         depths = index.depths(query, asked, SIZE)
         assert {slot: depths[slot] for slot in model} == {
             slot: naive_depth(held, query) for slot, held in model.items()
