@@ -11,34 +11,24 @@ from itertools import chain
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import rms_norm, silu
 
 from worker.attention import AttentionBackend
 from worker.models.config import ModelConfig, UnsupportedModel
-
-
-class Linear(NamedTuple):
-    """Weight `[out, in]` and bias `[out]` or None."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`[rows, in]` to `[rows, out]`."""
-        return linear(x, self.weight, self.bias)
+from worker.models.linear import Linear, Projection, quickest
 
 
 class Layer(NamedTuple):
     """Weights of one layer. `qkv` is query, key, value one above the other; `gate_up` likewise."""
 
     attention_norm: torch.Tensor
-    qkv: Linear
+    qkv: Projection
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
-    output: Linear
+    output: Projection
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: Projection
+    down: Projection
 
 
 class LlamaModel:
@@ -63,11 +53,12 @@ class LlamaModel:
         self.embedding = take("model.embed_tokens.weight", config.vocab_size, hidden)
         self.layers = [_take_layer(take, config, index) for index in range(config.layers)]
         self.norm = take("model.norm.weight", hidden)
-        self.head = self.embedding
+        head = self.embedding
         if config.tied_embeddings:
             take.taken.add("lm_head.weight")
         else:
-            self.head = take("lm_head.weight", config.vocab_size, hidden)
+            head = take("lm_head.weight", config.vocab_size, hidden)
+        self.head = quickest(Linear(head, None))
         take.finish()
         self._inverse_frequencies = config.rope.inverse_frequencies(head_dim).to(self.device)
 
@@ -136,7 +127,7 @@ class LlamaModel:
             x = x + layer.output(attended.reshape(rows, query_size))
             gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, dim=-1)
             x = x + layer.down(silu(gate) * up)
-        return linear(self._normed(x.index_select(0, logit_rows), self.norm), self.head).float()
+        return self.head(self._normed(x.index_select(0, logit_rows), self.norm)).float()
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, weight.shape, weight, self.config.rms_eps)
@@ -178,7 +169,7 @@ class _Taker:
         self.taken.add(name)
         return tensor
 
-    def linear(self, names: list[str], outs: list[int], into: int, bias: bool) -> Linear:
+    def linear(self, names: list[str], outs: list[int], into: int, bias: bool) -> Projection:
         """The projections of these names, one above the other, as one."""
         weight = torch.empty(sum(outs), into, dtype=self.dtype, device=self.device)
         stacked = torch.empty(sum(outs), dtype=self.dtype, device=self.device) if bias else None
@@ -188,7 +179,7 @@ class _Taker:
             if stacked is not None:
                 stacked[first : first + out] = self.mapped(f"{name}.bias", out)
             first += out
-        return Linear(weight, stacked)
+        return quickest(Linear(weight, stacked))
 
     def finish(self) -> None:
         # Older checkpoints carry the rotary frequencies, which follow from the configuration.
