@@ -135,7 +135,7 @@ async def test_closing_the_connection_cancels_the_request(start_worker: StartWor
     async with asyncio.timeout(10):
         while worker.service.engine.running or worker.service.publisher.load.batch:
             await worker.service.engine.stats()
-    assert (await worker.service.engine.stats()).generated_tokens < 1400
+    assert (await worker.service.engine.stats()).stats.generated_tokens < 1400
 
 
 async def test_bad_requests_are_told_what_to_change_and_leave_nothing(

@@ -15,7 +15,7 @@ from torch.nn.functional import rms_norm, silu
 
 from worker.attention import AttentionBackend
 from worker.models.config import ModelConfig, UnsupportedModel
-from worker.models.linear import Linear, Projection, quickest
+from worker.models.linear import Linear, PackedLinear, Projection, quickest
 
 
 class Layer(NamedTuple):
@@ -65,20 +65,25 @@ class LlamaModel:
     def parameters(self) -> Iterator[torch.Tensor]:
         """All weights, in an order that depends on the configuration only."""
         for part in (self.embedding, self.head, self.norm, *chain.from_iterable(self.layers)):
-            if isinstance(part, Linear):
+            if isinstance(part, Linear | PackedLinear):
                 yield from (tensor for tensor in part if tensor is not None)
-            elif part is not None:
+            elif isinstance(part, torch.Tensor):
                 yield part
 
     def adopt(self, other: LlamaModel) -> None:
-        """Take over the weights of a model of the same configuration and dtype, in place.
+        """Take over the weights of a model of the same configuration and dtype.
 
-        The tensors stay where they are, so no memory for a second copy is needed on the device and
-        whatever refers to them goes on. `other` may lie on another device. Raises ValueError where
-        it is no model of the same shape.
+        On an accelerator in place: the tensors stay where they are, so no memory for a second copy
+        is needed there and whatever refers to them goes on. On a CPU the other model's tensors are
+        used from now on, since matrices in oneDNN's layout cannot be copied into. Raises ValueError
+        where it is no model of the same shape.
         """
         if (self.config, self.dtype) != (other.config, other.dtype):
             raise ValueError("only a model of the same configuration and dtype can be adopted")
+        if self.device.type == "cpu" and other.device == self.device:
+            self.embedding, self.layers = other.embedding, other.layers
+            self.norm, self.head = other.norm, other.head
+            return
         for mine, theirs in zip(self.parameters(), other.parameters(), strict=True):
             mine.copy_(theirs)
 
