@@ -27,6 +27,7 @@ from router.member import (
     difference,
     idle_load,
     row_of,
+    run_of,
 )
 from router.policies import Candidates
 from router.prefix_index import MAX_PAIRS, PrefixIndex
@@ -197,9 +198,7 @@ class Fleet:
         reusable = min(len(chain), (prompt_tokens - 1) // block_size)
         depths = self.index.depths(chain, mask, self._rows.shape[1], reusable)
         self.coming.raise_depths(depths, chain, mask, self.index.holders, reusable)
-        first, last = int(slots[0]), int(slots[-1])
-        # a run of slots, the rule, is copied some five times faster than picked
-        picked = slice(first, last + 1) if last - first + 1 == len(slots) else slots
+        picked = run_of(slots)
         pending, running, waiting, free, pairs, booked = self._rows[:CHANGING_ROWS, picked].copy()
         capacity, keys = self._rows[CHANGING_ROWS:, picked]
         s_per_token, s_per_pair = self._speeds[:, picked]
