@@ -99,7 +99,14 @@ class Dispatcher:
             kind=kind,
             chain=prompt.chain,
             prompt_tokens=prompt.tokens,
+            admit=self._if_room,
         )
+
+    def _if_room(self, candidates: Candidates) -> Candidates | None:
+        try:
+            return self._with_room(candidates)
+        except NoRoom:
+            return None
 
     def outdated(self, model: str, prompt: Prompt) -> bool:
         """Whether the prompt was hashed for workers that have been replaced by others since."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -98,10 +98,15 @@ def explain(
     kind: str,
     chain: Sequence[bytes],
     prompt_tokens: int,
+    admit: Callable[[Candidates], Candidates | None],
 ) -> Explanation:
-    """Decide as for a request with these block hashes, and show what the decision saw."""
+    """Decide as for a request with these block hashes, and show what the decision saw.
+
+    `admit` leaves the full workers out, as it does for a request; None where all are full.
+    """
     members = fleet.members()
-    candidates = fleet.candidates(model, chain, prompt_tokens)
+    everybody = fleet.candidates(model, chain, prompt_tokens)
+    candidates = None if everybody is None else admit(everybody)
     costs: dict[int, float] = {}
     hits: dict[int, int] = {}
     chosen = -1

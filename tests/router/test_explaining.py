@@ -21,7 +21,9 @@ async def explained(rig, body=BODY):
 
 async def test_every_worker_is_shown_with_hit_load_and_cost():
     async with Rig(workers=3) as rig:
-        rig.fleet.on_report(report("w1", stored=chain_of_text(TEXT)[:3], load=Load(running=1)))
+        rig.fleet.on_report(
+            report("w1", stored=chain_of_text(TEXT)[:3], load=Load(running=1, free_blocks=1000))
+        )
         rig.fleet.on_report(report("w2", load=Load(pending_prefill_tokens=10, free_blocks=9)))
         answer, rows = await explained(rig)
         assert (answer["kind"], answer["policy"]) == ("completion", "locality")
@@ -46,7 +48,9 @@ async def test_every_worker_is_shown_with_hit_load_and_cost():
 
 async def test_a_busy_holder_loses_and_the_reason_says_so():
     async with Rig(workers=2) as rig:
-        rig.fleet.on_report(report("w0", stored=chain_of_text(TEXT), load=Load(running=9)))
+        rig.fleet.on_report(
+            report("w0", stored=chain_of_text(TEXT), load=Load(running=9, free_blocks=1000))
+        )
         answer, _ = await explained(rig)
         assert (answer["chosen"], answer["reason"]) == ("w1", "load")
         assert "another worker holds more" in answer["because"]
@@ -122,3 +126,13 @@ async def test_without_a_ready_worker_it_says_so():
         data = json.dumps(BODY).encode()
         status, _, answer = await rig.post("/admin/explain", data)
         assert (status, answer["error"]["code"]) == (503, "no_ready_worker")
+
+
+async def test_a_full_worker_is_left_out_as_it_is_for_a_request():
+    async with Rig(workers=2) as rig:
+        full = Load(running=9, free_blocks=0)
+        rig.fleet.on_report(report("w0", stored=chain_of_text(TEXT), load=full))
+        answer, rows = await explained(rig)
+        assert answer["chosen"] == "w1"
+        assert "no room" in rows["w0"]["left_out"]
+        assert (await rig.complete(TEXT))[1][HEADER_WORKER] == "w1"
