@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -76,6 +77,7 @@ class LocalCluster:
 
     def start(self) -> None:
         """Start Valkey, Ray, workers and gateway. Raises LocalClusterError where one cannot."""
+        self._check_model()
         self._choose_port()
         if not self.settings.redis_url:
             self._start_valkey()
@@ -106,6 +108,13 @@ class LocalCluster:
         assert self._gateway is not None, "start() first"
         code = self._gateway.wait()
         raise LocalClusterError(f"the gateway has ended with exit code {code}")
+
+    def _check_model(self) -> None:
+        """Say at once that there is no such file: Ray would try several times first."""
+        model = self.settings.worker.model
+        looks_like_path = "/" in model or model.endswith(".gguf")
+        if looks_like_path and not Path(model).expanduser().exists():
+            raise LocalClusterError(f"there is no model at {model}")
 
     def _choose_port(self) -> None:
         gateway = self.settings.gateway

@@ -284,7 +284,12 @@ def test_a_taken_port_is_said_in_a_sentence(model: Path) -> None:
 
 
 def test_a_model_that_is_not_there_ends_with_the_reason(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "cluster.cli", "up", "--port", "0", "--model", "/no/such"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 1
-    assert "no model" in done.stderr
+    broken = tmp_path / "broken"
+    broken.mkdir()  # a directory without a model: only the worker itself can tell
+    for model, words in (("/no/such", "no model at /no/such"), (str(broken), "config.json")):
+        command = [sys.executable, "-m", "cluster.cli", "up", "--port", "0", "--workers", "1"]
+        command += ["--model", model, "--device", "cpu"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 1
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr

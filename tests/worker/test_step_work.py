@@ -5,12 +5,13 @@ import time
 
 import zmq
 
-from cluster.blocks import pack_tokens
-from cluster.protocol import Sampling, prefill_pairs
+from cluster.blocks import Namespace, pack_tokens
+from cluster.protocol import ModelInfo, Sampling, prefill_pairs
+from cluster.settings import WorkerSettings
 from tests.worker.recording_runner import ROOT, Rig
 from worker.engine import EngineConfig, EngineCore, EngineRequest
 from worker.engine_process import EngineLoop
-from worker.messages import Add, Stepped, Stop, decode_from_engine, encode
+from worker.messages import Add, EngineInfo, Stepped, Stop, decode_from_engine, encode
 from worker.prefill_speed import StepWork
 
 
@@ -47,6 +48,26 @@ def test_a_step_tells_what_it_computed():
     rig.drain()
 
 
+INFO = EngineInfo(
+    model=ModelInfo(
+        model="timed",
+        namespace=Namespace(
+            weights="w", tokenizer="t", kv_dtype="float32", block_size=16, positions="none"
+        ),
+        tokenizer_json="{}",
+        chat_template="",
+        special_tokens={},
+        context_tokens=999,
+    ),
+    capacity_blocks=200,
+    context_tokens=999,
+    max_batch_size=4,
+    token_budget=256,
+    device="cpu",
+    kv_bytes_a_token=1,
+)
+
+
 class TimedRunner:
     """Takes 20 µs a token, and answers 0."""
 
@@ -65,7 +86,7 @@ def test_the_engine_process_reports_the_speed_that_it_measures():
     ours, theirs = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
     ours.bind("inproc://engine")
     theirs.connect("inproc://engine")
-    loop = EngineLoop(EngineCore(config, TimedRunner()), theirs)
+    loop = EngineLoop(EngineCore(config, TimedRunner()), INFO, WorkerSettings(), theirs)
     thread = threading.Thread(target=loop.run)
     thread.start()
     try:
