@@ -6,16 +6,17 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from cluster.console import Config, fail, out, say
+from cluster.pool_cli import add_commands
 from cluster.settings import Settings, SettingsError, load_settings
 
 app = typer.Typer(
@@ -24,11 +25,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="A prefix-locality-aware request router for a GPU cluster.",
 )
-out = Console() if sys.stdout.isatty() else Console(width=160)
-err = Console(stderr=True)
+add_commands(app)
 
-Config = Annotated[Path | None, typer.Option("--config", help="Settings file (TOML).")]
-Url = Annotated[str, typer.Option(help="Base URL of a gateway.")]
+Shadow = Annotated[
+    str | None, typer.Option(help="Policies to evaluate without using them, comma-separated.")
+]
 
 
 def main() -> None:
@@ -36,12 +37,7 @@ def main() -> None:
     try:
         app()
     except SettingsError as error:
-        _fail(str(error))
-
-
-def _fail(sentence: str, code: int = 1) -> None:
-    err.print(f"[red]stemroute:[/red] {escape(sentence)}", highlight=False, soft_wrap=True)
-    raise SystemExit(code)
+        fail(str(error))
 
 
 @app.command()
@@ -53,7 +49,13 @@ def up(
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     host: Annotated[str | None, typer.Option(help="Interface of the gateway.")] = None,
     port: Annotated[int | None, typer.Option(help="Port of the gateway; 0 for a free one.")] = None,
-    policy: Annotated[str | None, typer.Option(help="Routing policy.")] = None,
+    shadow: Shadow = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Routing policy, such as locality or dynamo:temperature=0.5.")
+    ] = None,
+    queue: Annotated[
+        int | None, typer.Option(help="Requests that may wait for a worker with room.")
+    ] = None,
     kv_blocks: Annotated[int | None, typer.Option(help="KV blocks a worker; 0: as fit.")] = None,
     redis_url: Annotated[
         str | None, typer.Option(help="Redis to use instead of an embedded Valkey.")
@@ -71,18 +73,20 @@ def up(
         "gateway.host": host,
         "gateway.port": port,
         "gateway.policy": policy,
+        "gateway.shadow": shadow,
+        "gateway.queue": queue,
         "redis_url": redis_url,
     }
     settings = _with_gpus(load_settings(config, flags=flags))
     _stop_on_signals()
     try:
-        with LocalCluster(settings, say=_say) as cluster:
+        with LocalCluster(settings, say=say) as cluster:
             _say_how_to_use(cluster.url, cluster.settings)
             cluster.watch()
     except KeyboardInterrupt:
-        _say("stopped")
+        say("stopped")
     except LocalClusterError as error:
-        _fail(str(error))
+        fail(str(error))
 
 
 @app.command()
@@ -97,17 +101,17 @@ def demo(
 
     _stop_on_signals()
     try:
-        with LocalCluster(demo_settings(), say=_say) as cluster:
-            _say("measuring what this machine can do")
+        with LocalCluster(demo_settings(), say=say) as cluster:
+            say("measuring what this machine can do")
             rate = measure_rate(cluster.url)
             arguments = loadgen_arguments(cluster.url, rate, out_dir)
-            _say(f"loadgen {' '.join(arguments)}")
+            say(f"loadgen {' '.join(arguments)}")
             command = [sys.executable, "-m", "loadgen", *arguments]
             code = subprocess.run(command, check=False).returncode
     except KeyboardInterrupt:
         code = 130
     except LocalClusterError as error:
-        _fail(str(error))
+        fail(str(error))
     raise SystemExit(code)
 
 
@@ -115,7 +119,13 @@ def demo(
 def gateway(
     host: Annotated[str | None, typer.Option(help="Interface to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 for a free one.")] = None,
-    policy: Annotated[str | None, typer.Option(help="Routing policy.")] = None,
+    shadow: Shadow = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Routing policy, such as locality or dynamo:temperature=0.5.")
+    ] = None,
+    queue: Annotated[
+        int | None, typer.Option(help="Requests that may wait for a worker with room.")
+    ] = None,
     redis_url: Annotated[str | None, typer.Option(help="Redis of the pool.")] = None,
     config: Config = None,
 ) -> None:
@@ -128,6 +138,8 @@ def gateway(
         "gateway.host": host,
         "gateway.port": port,
         "gateway.policy": policy,
+        "gateway.shadow": shadow,
+        "gateway.queue": queue,
         "redis_url": redis_url,
     }
     settings = load_settings(config, flags=flags)
@@ -136,9 +148,9 @@ def gateway(
     try:
         uvloop.run(_until_signal(serve_gateway(settings)))
     except OSError as error:
-        _fail(f"the gateway cannot listen on {settings.gateway.host}: {error}")
+        fail(f"the gateway cannot listen on {settings.gateway.host}: {error}")
     except ValueError as error:
-        _fail(str(error))
+        fail(str(error))
 
 
 @app.command()
@@ -167,6 +179,8 @@ def deploy(
         "redis_url": redis_url,
     }
     settings = load_settings(config, flags=flags)
+    if not _listens(address):
+        fail(f"no Ray cluster at {address}: start one with: ray start --head")
     import ray
 
     from cluster.serve_app import remove_application, run_application
@@ -174,53 +188,25 @@ def deploy(
     try:
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
     except ConnectionError as error:
-        _fail(f"no Ray cluster at {address}: {error}. Start one with: ray start --head")
+        fail(f"no Ray cluster at {address}: {error}. Start one with: ray start --head")
     try:
         if remove:
             remove_application()
-            _say("the workers have been removed")
+            say("the workers have been removed")
             return
         _need_redis(settings)
         if not settings.secret:
-            _say(
+            say(
                 "note: without STEMROUTE_SECRET whoever reaches a worker's port can use it, and "
                 "whoever reads Redis can test guesses of prompts"
             )
         run_application(settings)
-        _say(f"{settings.serve.replicas} workers are ready in the pool {settings.pool!r}")
-        _say("next: stemroute gateway --redis-url … (with the same STEMROUTE_SECRET)")
+        say(f"{settings.serve.replicas} workers are ready in the pool {settings.pool!r}")
+        say("next: stemroute gateway --redis-url … (with the same STEMROUTE_SECRET)")
     except RuntimeError as error:
-        _fail(f"the workers cannot start: {error}")
+        fail(f"the workers cannot start: {error}")
     finally:
         ray.shutdown()
-
-
-@app.command()
-def status(
-    url: Url = "http://127.0.0.1:8000",
-    admin_key: Annotated[
-        str, typer.Option(envvar="STEMROUTE_GATEWAY_ADMIN_KEY", help="Key for /admin.")
-    ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Show the workers as a gateway sees them."""
-    from cluster.status import status_table
-
-    headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
-    try:
-        answer = httpx.get(url.rstrip("/") + "/admin/fleet", headers=headers, timeout=10)
-        answer.raise_for_status()
-        fleet: dict[str, Any] = answer.json()
-    except httpx.HTTPStatusError as error:
-        _fail(f"{url} answers {error.response.status_code}: {error.response.text}")
-    except (httpx.HTTPError, ValueError) as error:
-        _fail(f"no gateway answers at {url}: {error}")
-    if as_json:
-        out.print_json(data=fleet)
-    else:
-        out.print(status_table(fleet))
-    if fleet["bus"]["stale"] or fleet["refused"]:
-        raise SystemExit(2)
 
 
 def _with_gpus(settings: Settings) -> Settings:
@@ -235,7 +221,7 @@ def _with_gpus(settings: Settings) -> Settings:
 
     if not torch.cuda.is_available():
         if settings.worker.device == "cuda":
-            _fail("no CUDA device on this machine: use --device cpu")
+            fail("no CUDA device on this machine: use --device cpu")
         return settings
     share = min(1.0, torch.cuda.device_count() / settings.serve.replicas)
     return msgspec.structs.replace(
@@ -243,13 +229,21 @@ def _with_gpus(settings: Settings) -> Settings:
     )
 
 
+def _listens(address: str) -> bool:
+    """False where nobody listens at HOST:PORT: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "://" in address:
+        return True  # "auto" or a Ray Client's address: Ray knows better
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
 def _need_redis(settings: Settings) -> None:
     if not settings.redis_url:
-        _fail("where is Redis? Give --redis-url or STEMROUTE_REDIS_URL")
-
-
-def _say(sentence: str) -> None:
-    err.print(f"[dim]{escape(sentence)}[/dim]", highlight=False, soft_wrap=True)
+        fail("where is Redis? Give --redis-url or STEMROUTE_REDIS_URL")
 
 
 def _say_how_to_use(url: str, settings: Settings) -> None:
@@ -263,6 +257,12 @@ def _say_how_to_use(url: str, settings: Settings) -> None:
         markup=False,
     )
     out.print(f"  stemroute status --url {url}", highlight=False, markup=False)
+    out.print(
+        f"  stemroute doctor --url {url} --redis-url {settings.redis_url}",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
 
 
 def _stop_on_signals() -> None:

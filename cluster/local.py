@@ -83,23 +83,23 @@ class LocalCluster:
         self._start_gateway()
 
     def stop(self) -> None:
-        """Stop what was started, workers draining first. Safe to call twice."""
-        if self._gateway is not None:
-            self._end(self._gateway)
-            self._gateway = None
-        if self._ray_started:
-            import ray
+        """Stop what was started: gateway, workers (draining), Ray, Valkey. Safe to call twice.
 
-            from cluster.serve_app import remove_application
+        Whatever goes wrong with one part, a second Ctrl-C included, the others are stopped.
+        """
+        with contextlib.ExitStack() as parts:  # the last one pushed is stopped first
+            if self._valkey is not None:
+                parts.callback(self._valkey.stop)
+                self._valkey = None
+            if self._ray_started:
+                import ray
 
-            self._ray_started = False
-            try:
-                remove_application()  # waits for the workers to drain
-            finally:
-                ray.shutdown()
-        if self._valkey is not None:
-            self._valkey.stop()
-            self._valkey = None
+                self._ray_started = False
+                parts.callback(ray.shutdown)
+                parts.callback(_drain_workers)
+            if self._gateway is not None:
+                parts.callback(_end, self._gateway)
+                self._gateway = None
 
     def watch(self) -> None:
         """Return when the gateway has ended. Raises LocalClusterError with its exit code."""
@@ -194,13 +194,23 @@ class LocalCluster:
         ready = [worker for worker in fleet["workers"] if worker["state"] == "ready"]
         return len(ready) >= self.settings.serve.replicas
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        process.terminate()
-        try:
-            process.wait(15)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+
+def _drain_workers() -> None:
+    from cluster.serve_app import remove_application
+
+    try:
+        remove_application()
+    except Exception as error:  # whatever it is: Ray ends next, and the workers with it
+        log.warning("the workers could not be drained: %s", error)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(15)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def start_valkey() -> Any:

@@ -75,6 +75,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     running, waiting         requests admitted / not yet admitted
     free_blocks              blocks that no sequence references (evictable cached ones included)
     cached_blocks            blocks in the prefix cache
+    pending_prefill_pairs    query-key pairs of the pending tokens' attention (`prefill_pairs`)
+    prefill_s_per_token      measured seconds to prefill a token; 0: not measured yet
+    prefill_s_per_pair       seconds on top for each query-key pair
     """
 
     pending_prefill_tokens: int = 0
@@ -82,11 +85,19 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     free_blocks: int = 0
     cached_blocks: int = 0
+    pending_prefill_pairs: int = 0
+    prefill_s_per_token: float = 0.0
+    prefill_s_per_pair: float = 0.0
 
     @property
     def batch(self) -> int:
         """Requests running plus requests waiting."""
         return self.running + self.waiting
+
+
+def prefill_pairs(start: int, end: int) -> int:
+    """Query-key pairs of causal attention for the tokens `[start, end)`: about the half square."""
+    return (end * end - start * start) // 2
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,6 +148,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids        the prompt, `pack_tokens`
     cache_salt       tenant of the request's namespace
+    request_type     kind of work, a hint for the worker's cache; "" says nothing
+    turn             1, 2, … in a conversation, a hint as well; 0 says nothing
     include_usage    stream a last chunk with `usage`
     continuous_usage every streamed chunk carries the `usage` so far
     """
@@ -151,6 +164,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     continuous_usage: bool = False
     cache_salt: str = ""
     adapter: str = ""
+    request_type: str = ""
+    turn: int = 0
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,6 +192,42 @@ class BlockList(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     epoch: int
     blocks: bytes
+
+
+class CacheView(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer (JSON) of a worker's `GET /stats`: what its cache holds, reuses and evicts.
+
+    hits, partial_hits, misses   requests that reused all they could, some, nothing
+    reused_tokens                prompt tokens that these did not compute
+    evictions_…                  blocks given up for room, over the cache's share, or out of use
+    mean_eviction_age_s          mean time from last use to eviction; None before the first
+    pool_use                     share of the blocks that requests (and pins) use now
+    kv_bytes_a_token             keys and values of one token in all layers
+    eviction                     the policy, as settings spell it
+    """
+
+    worker: str
+    epoch: int
+    hits: int
+    partial_hits: int
+    misses: int
+    reused_tokens: int
+    computed_prompt_tokens: int
+    evictions_for_space: int
+    evictions_over_share: int
+    evictions_expired: int
+    flushed_blocks: int
+    mean_eviction_age_s: float | None
+    preemptions: int
+    collisions: int
+    capacity_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    pinned_blocks: int
+    pool_use: float
+    kv_bytes_a_token: int
+    block_size: int
+    eviction: str
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -41,8 +41,12 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The gateway.
 
+    host                 interface to listen on
+    port                 port to listen on; 0 takes a free one
     policy               name of the routing policy, with parameters: "locality",
                          "consistent_hash:bound=1.25"
+    shadow               policies to evaluate on live traffic without using them, such as
+                         "round_robin,least_requests"; "" for none
     api_key              clients must send it as a bearer token; "" asks for none
     admin_key            for /admin; "" admits only clients on this machine
     max_body_bytes       longer request bodies are refused with 413
@@ -50,11 +54,17 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     connect_timeout_s    for one worker to accept a connection
     first_byte_timeout_s for one worker to send response headers
     default_max_tokens   where a request sets no limit (bounded by the context)
+    queue                requests that may wait at the gateway until a worker has room for them,
+                         released in order of arrival; 0: none waits here
+    queue_timeout_s      for so long at most; then 429
+    index_max_pairs      (block, worker) pairs in the prefix index, up to about 150 bytes each;
+                         beyond it the ends of long prefixes are left out
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     policy: str = "locality"
+    shadow: str = ""
     api_key: str = ""
     admin_key: str = ""
     max_body_bytes: int = 8 * 1024 * 1024
@@ -62,6 +72,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     connect_timeout_s: float = 2.0
     first_byte_timeout_s: float = 600.0
     default_max_tokens: int = 1024
+    queue: Annotated[int, msgspec.Meta(ge=0)] = 0
+    queue_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    index_max_pairs: Annotated[int, msgspec.Meta(ge=1)] = 20_000_000
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +84,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     served_name      name under which clients ask for the model; "" takes the model's own
     device           "auto", "cpu", "cuda"
     dtype            of weights and KV: "auto", "float32", "bfloat16", "float16"
+    block_size       tokens in a KV block; the same in all workers of a model
     attention        "auto" (triton on CUDA, else sdpa), "sdpa", "triton"
     kv_blocks        blocks in the pool; 0 sizes it from `kv_memory_share` of free memory
     kv_memory_share  share of free accelerator memory for the pool
@@ -79,6 +93,12 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     token_budget     tokens computed in one step at most
     chunk_tokens     prompt tokens of one sequence in one step at most; 0 is the whole budget
     max_waiting      requests that may wait; more are refused with 429
+    eviction         which cached block goes first: "lru", "lfu", "ttl:ttl_s=600" or
+                     "workload_aware"
+    cache_share      share of the pool that may hold cached blocks which no request uses
+    warmup_file      text file of prompts (separated by lines of "---") that are computed before
+                     the worker is ready; "" warms nothing up
+    pin_share        share of the pool in which the warm-up's prompts are kept from eviction
     threads          of torch; on a CPU one a worker is quickest on a busy machine
     host             interface of the worker's server
     advertise_host   host that gateways connect to; "" takes the node's address
@@ -100,6 +120,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     token_budget: int = 512
     chunk_tokens: int = 0
     max_waiting: int = 1024
+    eviction: str = "lru"
+    cache_share: float = 1.0
+    warmup_file: str = ""
+    pin_share: float = 0.0
     threads: int = 1
     host: str = "127.0.0.1"
     advertise_host: str = ""
@@ -115,6 +139,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     gpus_per_worker        0 on CPU machines
     cpus_per_worker        CPU share that Ray books for a worker
     health_check_period_s  how often Ray asks a worker for its health
+    health_check_timeout_s a worker that has not answered by then is unhealthy
     """
 
     replicas: int = 2

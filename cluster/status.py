@@ -1,4 +1,4 @@
-"""What `stemroute status` prints: the workers as a gateway sees them."""
+"""What `stemroute status` prints: the workers as a gateway sees them, and their caches."""
 
 from __future__ import annotations
 
@@ -51,3 +51,48 @@ def status_table(fleet: dict[str, Any]) -> RenderableType:
         for worker, reason in fleet["refused"].items()
     ]
     return Group(*lines)
+
+
+def cache_table(cache: dict[str, Any]) -> RenderableType:
+    """Render the JSON of a gateway's `/admin/cache`.
+
+    `reused` is the share of prompt tokens that were not computed; evictions are counted by reason:
+    for space, over the cache's share, expired.
+    """
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("cache of", "eviction"):
+        table.add_column(name)
+    for name in (
+        "hits",
+        "partial",
+        "misses",
+        "reused",
+        "evicted: space/share/expired",
+        "age at eviction",
+        "pinned",
+        "bytes a token",
+        "pool use",
+    ):
+        table.add_column(name, justify="right")
+    for worker in cache["workers"]:
+        reused, computed = worker["reused_tokens"], worker["computed_prompt_tokens"]
+        age_s = worker["mean_eviction_age_s"]
+        table.add_row(
+            worker["worker"],
+            worker["eviction"],
+            str(worker["hits"]),
+            str(worker["partial_hits"]),
+            str(worker["misses"]),
+            f"{reused / (reused + computed):.0%}" if reused + computed else "-",
+            f"{worker['evictions_for_space']}/{worker['evictions_over_share']}/"
+            f"{worker['evictions_expired']}",
+            "-" if age_s is None else f"{age_s:.1f} s",
+            str(worker["pinned_blocks"]),
+            str(worker["kv_bytes_a_token"]),
+            f"{worker['pool_use']:.0%}",
+        )
+    silent = [
+        Text(f"no word of its cache from {worker}: {reason}", style="yellow")
+        for worker, reason in cache["silent"].items()
+    ]
+    return Group(table, *silent)

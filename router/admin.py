@@ -15,6 +15,7 @@ from router.edge import json_response
 from router.fleet import Fleet
 from router.metrics import BusStatus
 from router.policies import PolicyError, available, parse_policy
+from router.shadow import ShadowView
 
 FLUSH_TIMEOUT_S = 10.0
 """For every worker to flush, and for the new epochs to arrive over the bus."""
@@ -46,6 +47,12 @@ class _Flushed(msgspec.Struct):
     epoch: int
 
 
+class ShadowAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `GET /admin/shadow`: `live` first; empty where no shadow policy is set."""
+
+    arms: list[ShadowView]
+
+
 class BusView(msgspec.Struct, frozen=True, kw_only=True):
     """How following the bus goes."""
 
@@ -61,6 +68,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """One worker as this gateway sees it; the load counts own requests on their way to it.
 
     indexed_blocks   blocks of it in this gateway's index; `cached_blocks` is its own word
+    dropped_blocks   blocks of it that the bounded index had no room for
     routed           requests sent to it since it appeared
     """
 
@@ -78,6 +86,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     cached_blocks: int
     capacity_blocks: int
     indexed_blocks: int
+    dropped_blocks: int
     routed: int
     block_size: int
 
@@ -120,6 +129,7 @@ class Admin:
             web.post("/admin/policy", self.set_policy),
             web.post("/admin/flush", self.flush),
             web.get("/admin/fleet", self.get_fleet),
+            web.get("/admin/shadow", self.get_shadow),
         ]
 
     async def get_policy(self, request: web.Request) -> web.Response:
@@ -171,6 +181,9 @@ class Admin:
     async def get_fleet(self, request: web.Request) -> web.Response:
         return json_response(self.view())
 
+    async def get_shadow(self, request: web.Request) -> web.Response:
+        return json_response(ShadowAnswer(arms=self._dispatcher.shadows.views()))
+
     def view(self) -> FleetView:
         """The fleet now."""
         fleet, status = self._fleet, self._bus()
@@ -211,6 +224,7 @@ class Admin:
                     cached_blocks=load.cached_blocks,
                     capacity_blocks=card.capacity_blocks,
                     indexed_blocks=self._fleet.index.count(member.slot),
+                    dropped_blocks=self._fleet.index.dropped(member.slot),
                     routed=member.routed,
                     block_size=card.namespace.block_size,
                 )

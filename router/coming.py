@@ -2,180 +2,271 @@
 
 A worker announces a block once it has computed it. Until then every further request with the
 same prefix would look like a miss everywhere and scatter. So a request that is routed claims
-the blocks of its prompt for its worker. A claim ends when the worker announces the block, when
-the request ends, or after `life_s`.
+the blocks of its prompt for its worker. A claim ends with its request, or after `life_s`.
 
-At each slot a block has one owner, the first request in flight that claimed it. When an owner
-ends before its blocks were announced, the other requests at that slot inherit what they share.
+The claims' chains form a tree. Hashes are chained, so chains that are equal at one place are
+equal before it, and an edge is compared by its ends and searched by halves; a claim, its end
+and a look-up each cost a few steps a branching instead of one a block.
+
+    root ── h[0] … h[31] ──┬── h[32] … h[90]        counts {slot 3: 1}
+            counts         └── h[32] … h[40] ──┬──  counts {slot 3: 1}
+            {3: 2, 7: 1}       counts {3:1, 7:1}└── counts {slot 7: 1}
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-MAX_BLOCKS = 1_000_000
-"""Claimed (block, slot) pairs at most; further ones are not claimed (about 200 bytes each)."""
+import numpy as np
+from numpy.typing import NDArray
+
+from router.bitmask import slots_of, truth_of
+
+MAX_BLOCKS = 4_000_000
+"""Different claimed blocks at most; a claim that would exceed it does not count."""
+
+FEW = 8
+"""Slots that are set one by one; more are set at once."""
+
+
+def _nobody(block: bytes) -> int:
+    return 0
 
 
 class ComingCheckError(AssertionError):
-    """Claims and masks disagree. Its text says where."""
+    """The tree contradicts its claims. Its text says where."""
+
+
+class _Node:
+    """An edge of the tree and what hangs below it: the blocks `chain[start:end]`.
+
+    counts   slot -> claims of it that pass through or end here; `mask` has its slots' bits
+    ends     claims that end exactly here
+    """
+
+    __slots__ = ("chain", "children", "counts", "end", "ends", "mask", "parent", "start")
+
+    def __init__(self, chain: Sequence[bytes], start: int, end: int, parent: _Node | None) -> None:
+        self.chain = chain
+        self.start = start
+        self.end = end
+        self.parent = parent
+        self.children: dict[bytes, _Node] = {}
+        self.counts: dict[int, int] = {}
+        self.mask = 0
+        self.ends = 0
+
+    def shared(self, chain: Sequence[bytes]) -> int:
+        """Where `chain`, equal up to `start` + 1, stops being equal: at most `end`."""
+        mine = self.chain
+        low, high = self.start + 1, min(self.end, len(chain))
+        if mine[high - 1] == chain[high - 1]:
+            return high
+        while low < high:
+            middle = (low + high) >> 1
+            if mine[middle] == chain[middle]:
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
 
 class Claim:
-    """One request's blocks at one slot.
+    """One request's chain at one slot. `node` is where it ends; None where it does not count."""
 
-    chain   hashes of the prompt's full blocks
-    owned   those of them that this claim answers for
-    """
-
-    __slots__ = ("chain", "deadline", "ended", "owned", "slot")
+    __slots__ = ("chain", "deadline", "node", "slot")
 
     def __init__(self, slot: int, chain: Sequence[bytes], deadline: float) -> None:
         self.slot = slot
         self.chain = chain
         self.deadline = deadline
-        self.owned: list[bytes] = []
-        self.ended = False
-
-
-def common_prefix(one: Sequence[bytes], other: Sequence[bytes]) -> int:
-    """Leading blocks that two chains share. Hashes are chained, so a binary search finds it."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high) >> 1
-        if one[middle] == other[middle]:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+        self.node: _Node | None = None
 
 
 class ComingBlocks:
-    """Claims of all requests in flight. `masks` is the table that `PrefixIndex.depths` takes."""
+    """Claims of all requests in flight."""
 
     def __init__(self, life_s: float, max_blocks: int = MAX_BLOCKS) -> None:
-        self.masks: dict[bytes, int] = {}
         self._life_s = life_s
         self._max_blocks = max_blocks
-        self._owners: dict[int, dict[bytes, Claim]] = {}
+        self._root = _Node((), 0, 0, None)
         self._claims: dict[int, dict[Claim, None]] = {}
         self._deadlines: deque[Claim] = deque()
-        self._pairs = 0
+        self._blocks = 0
 
     def __len__(self) -> int:
-        """Claimed (block, slot) pairs."""
-        return self._pairs
+        """Different blocks that are claimed."""
+        return self._blocks
 
-    def claim(self, slot: int, chain: Sequence[bytes], held: int, now: float) -> Claim:
-        """Count `chain[held:]` as coming to `slot`.
-
-        The first `held` blocks are there already, or on their way for another request.
-        """
+    def claim(self, slot: int, chain: Sequence[bytes], now: float) -> Claim:
+        """Count `chain` as coming to `slot`."""
         claim = Claim(slot, chain, now + self._life_s)
-        self._claims.setdefault(slot, {})[claim] = None
-        self._deadlines.append(claim)
-        self._own(claim, chain[held:])
+        if chain and self._blocks + len(chain) <= self._max_blocks:
+            self._deadlines.append(claim)
+            self._claims.setdefault(slot, {})[claim] = None
+            claim.node = self._insert(slot, chain)
+            claim.node.ends += 1
         return claim
 
     def end(self, claim: Claim) -> None:
-        """The request of `claim` ended; what others at its slot share passes to them."""
-        if claim.ended:
+        """The request of `claim` ended. Doing it twice is harmless."""
+        node, slot = claim.node, claim.slot
+        if node is None:
             return
-        chain = claim.chain
-        orphans = self._let_go(claim)
-        if not orphans:
-            return
-        places = [place for place, block in enumerate(chain) if block in orphans]
-        for heir in self._claims.get(claim.slot, ()):
-            shared = common_prefix(chain, heir.chain)
-            cut = bisect_left(places, shared)
-            if cut:
-                self._own(heir, [chain[place] for place in places[:cut]])
-                places = places[cut:]
-            if not places:
-                break
-
-    def stored(self, slot: int, hashes: Iterable[bytes]) -> None:
-        """The worker in `slot` announced `hashes`: they are no longer on their way."""
-        owners = self._owners.get(slot)
-        if owners:
-            for block in hashes:
-                if block in owners:
-                    self._disown(slot, owners, block)
+        claim.node, claim.chain = None, ()
+        claims = self._claims[slot]
+        del claims[claim]
+        if not claims:
+            del self._claims[slot]
+        node.ends -= 1
+        lowest, step = node, node
+        while step.parent is not None:
+            left = step.counts[slot] - 1
+            parent = step.parent
+            if left:
+                step.counts[slot] = left
+            else:
+                del step.counts[slot]
+                step.mask ^= 1 << slot
+                if not step.counts:
+                    del parent.children[step.chain[step.start]]
+                    self._blocks -= step.end - step.start
+                    lowest = parent
+            step = parent
+        self._merge(lowest)
 
     def expire(self, now: float) -> None:
         """End the claims that are older than `life_s`."""
         deadlines = self._deadlines
-        while deadlines and (deadlines[0].ended or deadlines[0].deadline <= now):
+        while deadlines and (deadlines[0].node is None or deadlines[0].deadline <= now):
             self.end(deadlines.popleft())
 
     def drop(self, slot: int) -> None:
         """Forget all claims of `slot`."""
         for claim in list(self._claims.get(slot, ())):
-            self._let_go(claim)
+            self.end(claim)
+
+    def depth(self, slot: int, chain: Sequence[bytes]) -> int:
+        """Leading blocks of `chain` that are coming to `slot`."""
+        depth = 0
+        for shared, mask in self._walk(chain):
+            if not mask >> slot & 1:
+                break
+            depth = shared
+        return depth
+
+    def raise_depths(
+        self,
+        found: NDArray[np.int64],
+        chain: Sequence[bytes],
+        slots: int,
+        held: Callable[[bytes], int] = _nobody,
+        limit: int | None = None,
+    ) -> None:
+        """Raise `found` (`[size]`, blocks of `chain` a slot holds) to what is coming as well.
+
+        Only slots of the mask `slots` are looked at. `held` may name those of whom `found` says
+        already that they hold all of the chain up to a block: most, as a rule, where many share.
+        With a `limit`, nothing is raised above it.
+        """
+        levels: list[tuple[int, int]] = []
+        for depth, mask in self._walk(chain):
+            here = mask & slots
+            if not here:
+                break
+            if limit is not None and depth >= limit:
+                levels.append((limit, here))
+                break
+            levels.append((depth, here))
+        deeper = 0
+        for depth, mask in reversed(levels):
+            only_here = mask ^ deeper  # whoever is deeper has passed through here
+            deeper = mask
+            only_here &= ~held(chain[depth - 1])
+            if only_here.bit_count() <= FEW:
+                for slot in slots_of(only_here):
+                    if found[slot] < depth:
+                        found[slot] = depth
+            else:
+                np.maximum(found, depth, out=found, where=truth_of(only_here, len(found)))
 
     def check(self) -> None:
-        """Raise where masks, owners and claims disagree, with figures."""
-        rebuilt: dict[bytes, int] = {}
-        pairs = 0
-        owned = {claim: set(claim.owned) for claims in self._claims.values() for claim in claims}
-        for slot, owners in self._owners.items():
-            for block, claim in owners.items():
-                pairs += 1
-                rebuilt[block] = rebuilt.get(block, 0) | 1 << slot
-                if claim.slot != slot or block not in owned.get(claim, ()):
-                    raise ComingCheckError(f"block {block.hex()} of slot {slot} has no owner")
-        if rebuilt != self.masks or pairs != self._pairs:
-            raise ComingCheckError(
-                f"{pairs} claimed pairs of {len(rebuilt)} blocks, but the masks name "
-                f"{len(self.masks)} blocks and the count is {self._pairs}"
-            )
+        """Raise where the tree contradicts the claims, with figures."""
+        wanted: dict[bytes, dict[int, int]] = {}
         for slot, claims in self._claims.items():
-            if any(claim.ended or claim.slot != slot for claim in claims):
-                raise ComingCheckError(f"slot {slot} lists a claim that ended or is elsewhere")
+            for claim in claims:
+                if claim.slot != slot or claim.node is None:
+                    raise ComingCheckError(f"slot {slot} lists a claim that ended or is elsewhere")
+                for block in claim.chain:
+                    counts = wanted.setdefault(block, {})
+                    counts[slot] = counts.get(slot, 0) + 1
+        found: dict[bytes, dict[int, int]] = {}
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            for block in node.chain[node.start : node.end]:
+                found[block] = node.counts
+            if node.mask != sum(1 << slot for slot in node.counts):
+                raise ComingCheckError(f"mask {node.mask:x} of slots {sorted(node.counts)}")
+            if len(node.children) == 1 and not node.ends:
+                raise ComingCheckError(f"blocks {node.start} to {node.end} are split for nobody")
+        if found != wanted or len(found) != self._blocks:
+            raise ComingCheckError(
+                f"{len(wanted)} blocks are claimed, but the tree has {len(found)} and counts "
+                f"{self._blocks}"
+            )
 
-    def _own(self, claim: Claim, blocks: Iterable[bytes]) -> None:
-        owners = self._owners.setdefault(claim.slot, {})
-        bit = 1 << claim.slot
-        for block in blocks:
-            if block not in owners:
-                if self._pairs >= self._max_blocks:
-                    break
-                owners[block] = claim
-                claim.owned.append(block)
-                self.masks[block] = self.masks.get(block, 0) | bit
-                self._pairs += 1
-        if not owners:
-            del self._owners[claim.slot]
+    def _walk(self, chain: Sequence[bytes]) -> Iterator[tuple[int, int]]:
+        """(blocks of `chain`, slots to which so many are coming), deeper and deeper."""
+        node, place, length = self._root, 0, len(chain)
+        while place < length:
+            child = node.children.get(chain[place])
+            if child is None:
+                return
+            place = child.shared(chain)
+            yield place, child.mask
+            if place < child.end:
+                return
+            node = child
 
-    def _disown(self, slot: int, owners: dict[bytes, Claim], block: bytes) -> None:
-        del owners[block]
-        self._pairs -= 1
-        left = self.masks[block] & ~(1 << slot)
-        if left:
-            self.masks[block] = left
-        else:
-            del self.masks[block]
-        if not owners:
-            del self._owners[slot]
+    def _insert(self, slot: int, chain: Sequence[bytes]) -> _Node:
+        node, place, length = self._root, 0, len(chain)
+        bit = 1 << slot
+        while place < length:
+            child = node.children.get(chain[place])
+            if child is None:
+                child = _Node(chain, place, length, node)
+                node.children[chain[place]] = child
+                self._blocks += length - place
+                place = length
+            else:
+                place = child.shared(chain)
+                if place < child.end:
+                    child = self._split(child, place)
+            child.counts[slot] = child.counts.get(slot, 0) + 1
+            child.mask |= bit
+            node = child
+        return node
 
-    def _let_go(self, claim: Claim) -> set[bytes]:
-        """End `claim`; returns the blocks that it still owned."""
-        orphans: set[bytes] = set()
-        if claim.ended:
-            return orphans
-        claim.ended = True
-        owners = self._owners.get(claim.slot, {})
-        for block in claim.owned:
-            if owners.get(block) is claim:
-                self._disown(claim.slot, owners, block)
-                orphans.add(block)
-        claims = self._claims[claim.slot]
-        del claims[claim]
-        if not claims:
-            del self._claims[claim.slot]
-        claim.owned = []
-        claim.chain = ()
-        return orphans
+    def _split(self, node: _Node, place: int) -> _Node:
+        """Part `node` at `place`; returns the new upper part. The lower keeps its claims."""
+        parent = node.parent
+        assert parent is not None
+        upper = _Node(node.chain, node.start, place, parent)
+        upper.counts = node.counts.copy()
+        upper.mask = node.mask
+        upper.children = {node.chain[place]: node}
+        parent.children[node.chain[node.start]] = upper
+        node.start, node.parent = place, upper
+        return upper
+
+    def _merge(self, node: _Node) -> None:
+        """Undo a split that nobody needs any more: one child, and no claim ends here."""
+        parent = node.parent
+        if parent is None or node.ends or len(node.children) != 1:
+            return
+        (child,) = node.children.values()
+        child.start, child.parent = node.start, parent
+        parent.children[child.chain[child.start]] = child

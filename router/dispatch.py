@@ -7,10 +7,12 @@ import time
 from collections.abc import Collection
 from typing import NamedTuple
 
+from router.explaining import Explanation, explain, reason_of
 from router.fleet import Fleet
 from router.member import Booking
 from router.metrics import Metrics
-from router.policies import Candidates, Decision, Policy
+from router.policies import Candidates, Decision, Policy, with_room
+from router.shadow import Shadows
 from router.tokenization import Prompt
 
 
@@ -26,14 +28,29 @@ class Placement(NamedTuple):
     decision: Decision
 
 
+class NoRoom(Exception):
+    """Workers are ready, but each is full."""
+
+
 class Dispatcher:
-    """Decides with the policy of the moment; the owner of policy state and chance."""
+    """Decides with the policy of the moment; the owner of policy state and chance.
+
+    holds_back   whether requests wait until a worker has room for their prompt. Else they wait
+                 at a worker, as long as one has any free block
+    """
 
     def __init__(
-        self, fleet: Fleet, policy: Policy, metrics: Metrics, rng: random.Random | None = None
+        self,
+        fleet: Fleet,
+        policy: Policy,
+        metrics: Metrics,
+        rng: random.Random | None = None,
+        shadows: Shadows | None = None,
     ) -> None:
         self.fleet = fleet
         self.policy = policy
+        self.shadows = shadows or Shadows([])
+        self.holds_back = False
         self._metrics = metrics
         self._rng = rng or random.Random()
 
@@ -43,6 +60,7 @@ class Dispatcher:
         """Choose a worker and book the request there; None where no worker may serve it.
 
         The caller releases the booking. `excluded` names workers that were tried already.
+        Raises NoRoom where there are workers, but all are full.
         """
         began = time.perf_counter()
         fleet, policy = self.fleet, self.policy
@@ -56,13 +74,49 @@ class Dispatcher:
         candidates = fleet.candidates(model, prompt.chain, prompt.tokens, excluded)
         if candidates is None:
             return None
+        candidates = self._with_room(candidates)
         decision = policy.choose(candidates, self._rng)
         slot = int(candidates.slots[decision.chosen])
         hit_tokens = int(candidates.hit_tokens[decision.chosen])
         booking = fleet.book(slot, request_id, prompt.chain, prompt.tokens, hit_tokens)
         card = booking.member.card
-        self._metrics.decisions.labels(policy.name).inc()
+        reason = reason_of(candidates, decision.chosen)
+        self._metrics.decisions.labels(policy.name, reason).inc()
         self._metrics.decision_seconds.observe(time.perf_counter() - began)
+        if not excluded:  # a second attempt is the same request
+            self.shadows.observe(fleet, request_id, prompt.chain, candidates, decision.chosen)
         return Placement(
             card.worker, card.address, policy.name, hit_tokens, booking, candidates, decision
         )
+
+    def explain(self, model: str, kind: str, prompt: Prompt) -> Explanation:
+        """What `place` would do now with this prompt, without doing it."""
+        return explain(
+            self.fleet,
+            self.policy,
+            self._rng,
+            model=model,
+            kind=kind,
+            chain=prompt.chain,
+            prompt_tokens=prompt.tokens,
+        )
+
+    def outdated(self, model: str, prompt: Prompt) -> bool:
+        """Whether the prompt was hashed for workers that have been replaced by others since."""
+        group = self.fleet.group(model)
+        return (
+            group is not None
+            and group.reference is not None
+            and group.reference.namespace != prompt.namespace
+        )
+
+    def _with_room(self, candidates: Candidates) -> Candidates:
+        """Those that are not full. Raises NoRoom where all are."""
+        room = with_room(candidates)
+        if room is None:
+            return candidates
+        if not room.any() and not self.holds_back:
+            room = (candidates.free_blocks > 0) | (candidates.batch == 0)
+        if not room.any():
+            raise NoRoom
+        return candidates.only(room)

@@ -10,13 +10,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 
+import msgspec
 import numpy as np
 
 from cluster.blocks import split_hashes
 from cluster.protocol import Load, Report, WorkerCard, WorkerState
 from router.coming import ComingBlocks
 from router.member import (
+    CHANGING_ROWS,
     ROWS,
+    SPEEDS,
     Booking,
     Member,
     ModelGroup,
@@ -26,10 +29,10 @@ from router.member import (
     row_of,
 )
 from router.policies import Candidates
-from router.prefix_index import PrefixIndex
+from router.prefix_index import MAX_PAIRS, PrefixIndex
 
-CLAIM_LIFE_S = 10.0
-"""Blocks of a routed request count as coming for so long at most."""
+CLAIM_LIFE_S = 60.0
+"""Blocks of a routed request count as coming for so long at most; its end is sooner, mostly."""
 
 SUSPECT_S = 5.0
 """A worker that refused a connection is left out until its next report, or for so long where
@@ -41,10 +44,11 @@ class FleetCheckError(AssertionError):
 
 
 class Fleet:
-    """All workers of a pool. A `cluster.follower.FleetSink`; not safe for several threads.
+    """All workers of a pool. A `cluster.following.FleetSink`; not safe for several threads.
 
     clock      seconds, monotonic
     listener   called after a worker appeared, began an epoch, changed its state or went
+    on_room    called after a worker may have got room: a report, a request's end, a new worker
     """
 
     def __init__(
@@ -53,17 +57,20 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
         claim_life_s: float = CLAIM_LIFE_S,
         suspect_s: float = SUSPECT_S,
+        max_pairs: int = MAX_PAIRS,
     ) -> None:
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(max_pairs)
         self.coming = ComingBlocks(claim_life_s)
         self.requests_total = 0
         self.listener: Callable[[], None] = _ignore
+        self.on_room: Callable[[], None] = _ignore
         self.last_report_at: float | None = None
         self._clock = clock
         self._suspect_s = suspect_s
         self._members: dict[str, Member] = {}
         self._by_slot: list[Member | None] = []
         self._rows = np.zeros((len(ROWS), 8), dtype=np.int64)
+        self._speeds = np.zeros((len(SPEEDS), 8))
         self._groups: dict[str, ModelGroup] = {}
         self._suspects: set[Member] = set()
         self._bookings: dict[int, Booking] = {}
@@ -90,13 +97,13 @@ class Fleet:
             self._regroup(before)
         self._regroup(card.model)
         self.listener()
+        self.on_room()
 
     def on_snapshot(self, worker: str, epoch: int, hashes: list[bytes]) -> None:
         """Replace all blocks of a worker's epoch."""
         member = self._members.get(worker)
         if member is not None and member.card.epoch == epoch:
             self.index.replace(member.slot, hashes)
-            self.coming.stored(member.slot, hashes)
 
     def on_report(self, report: Report) -> bool:
         """Apply a report. Those of unknown workers and of other epochs are ignored.
@@ -111,19 +118,20 @@ class Fleet:
         if report.evicted:
             self.index.evict(member.slot, split_hashes(report.evicted))
         if report.stored:
-            stored = split_hashes(report.stored)
-            self.index.store(member.slot, stored)
-            self.coming.stored(member.slot, stored)
+            self.index.store(member.slot, split_hashes(report.stored))
         for request_id in report.received:
             member.unnamed.pop(request_id, None)
         member.load = report.load
         self._refresh(member)
+        self._refresh_speeds(member)
         if report.state != member.state or member.suspect_until:
             self._trust(member)
             self._set_state(member, report.state)
             self._regroup(member.card.model)
             self.listener()
-        return self.index.count(member.slot) == report.load.cached_blocks
+        self.on_room()
+        known = self.index.count(member.slot) + self.index.dropped(member.slot)
+        return known == report.load.cached_blocks
 
     def on_gone(self, worker: str, reason: str) -> None:
         """Forget a worker. Its requests in flight end by themselves."""
@@ -136,6 +144,7 @@ class Fleet:
         self._suspects.discard(member)
         self._by_slot[slot] = None
         self._rows[:, slot] = 0
+        self._speeds[:, slot] = 0
         member.slot = -1
         member.unnamed.clear()
         self._regroup(member.card.model)
@@ -173,7 +182,7 @@ class Fleet:
         at most `prompt_tokens - 1` tokens, in whole blocks: the last token is always computed.
         """
         group = self.group(model)
-        if group is None or group.reference is None or not len(group.slots):
+        if group is None or group.reference is None or not group.mask:
             return None
         slots, mask = group.slots, group.mask
         for worker in excluded:
@@ -184,12 +193,21 @@ class Fleet:
         if not mask:
             return None
         block_size = group.reference.namespace.block_size
-        reusable = chain[: (prompt_tokens - 1) // block_size]
-        depths = self.index.depths(reusable, mask, self._rows.shape[1], self.coming.masks)
-        pending, running, waiting, free, capacity = self._rows[:, slots]
+        # not a slice of the chain: that would touch every one of its hashes
+        reusable = min(len(chain), (prompt_tokens - 1) // block_size)
+        depths = self.index.depths(chain, mask, self._rows.shape[1], reusable)
+        self.coming.raise_depths(depths, chain, mask, self.index.holders, reusable)
+        first, last = int(slots[0]), int(slots[-1])
+        # a run of slots, the rule, is copied some five times faster than picked
+        picked = slice(first, last + 1) if last - first + 1 == len(slots) else slots
+        pending, running, waiting, free, pairs, booked = self._rows[:CHANGING_ROWS, picked].copy()
+        capacity, keys = self._rows[CHANGING_ROWS:, picked]
+        s_per_token, s_per_pair = self._speeds[:, picked]
+        hits = depths[picked]
+        hits *= block_size
         return Candidates(
             slots=slots,
-            hit_tokens=depths[slots] * block_size,
+            hit_tokens=hits,
             pending_tokens=pending,
             running=running,
             waiting=waiting,
@@ -198,6 +216,12 @@ class Fleet:
             capacity_blocks=capacity,
             prompt_tokens=prompt_tokens,
             block_size=block_size,
+            chain=chain,
+            booked_blocks=booked,
+            worker_keys=keys,
+            pending_pairs=pairs,
+            s_per_token=s_per_token,
+            s_per_pair=s_per_pair,
         )
 
     def at(self, slot: int) -> Member:
@@ -218,10 +242,8 @@ class Fleet:
         """Count a request at a worker, and its blocks as coming there, until `release`."""
         member = self.at(slot)
         self._serial += 1
-        booking = Booking(self._serial, member, request_id, max(1, prompt_tokens - hit_tokens))
-        booking.claim = self.coming.claim(
-            slot, chain, hit_tokens // member.card.namespace.block_size, self._clock()
-        )
+        booking = Booking(self._serial, member, request_id, prompt_tokens, hit_tokens)
+        booking.claim = self.coming.claim(slot, chain, self._clock())
         self._bookings[booking.serial] = booking
         member.unnamed[request_id] = booking
         member.routed += 1
@@ -239,6 +261,7 @@ class Fleet:
         if member.unnamed.get(booking.request_id) is booking:
             del member.unnamed[booking.request_id]
             self._refresh(member)
+        self.on_room()
 
     def suspect(self, worker: str) -> None:
         """A worker refused a connection: leave it out until its next report."""
@@ -247,6 +270,12 @@ class Fleet:
             member.suspect_until = self._clock() + self._suspect_s
             self._suspects.add(member)
             self._regroup(member.card.model)
+
+    def next_return_s(self) -> float | None:
+        """Seconds until a worker that refused a connection is tried again; None where none is."""
+        if not self._suspects:
+            return None
+        return max(0.0, min(m.suspect_until for m in self._suspects) - self._clock())
 
     @property
     def in_flight(self) -> int:
@@ -259,13 +288,14 @@ class Fleet:
 
     def load_of(self, member: Member) -> Load:
         """A worker's load as policies see it: reported plus own requests not named yet."""
-        pending, running, waiting, free, _ = (int(value) for value in self._rows[:, member.slot])
-        return Load(
-            pending_prefill_tokens=pending,
-            running=running,
-            waiting=waiting,
-            free_blocks=free,
-            cached_blocks=member.load.cached_blocks,
+        row = dict(zip(ROWS, self._rows[:, member.slot].tolist(), strict=True))
+        return msgspec.structs.replace(
+            member.load,
+            pending_prefill_tokens=row["pending_tokens"],
+            running=row["running"],
+            waiting=row["waiting"],
+            free_blocks=row["free_blocks"],
+            pending_prefill_pairs=row["pending_pairs"],
         )
 
     def refused(self) -> dict[str, str]:
@@ -284,6 +314,9 @@ class Fleet:
                 raise FleetCheckError(
                     f"{name}: row {row}, but report and bookings {row_of(member)}"
                 )
+            speeds, load = self._speeds[:, member.slot].tolist(), member.load
+            if speeds != [load.prefill_s_per_token, load.prefill_s_per_pair]:
+                raise FleetCheckError(f"{name}: speeds {speeds}, but its report says {load}")
             for booking in member.unnamed.values():
                 if self._bookings.get(booking.serial) is not booking:
                     raise FleetCheckError(f"{name} counts {booking.request_id}, which has ended")
@@ -304,12 +337,14 @@ class Fleet:
         self._by_slot.append(None)
         if len(self._by_slot) > self._rows.shape[1]:
             self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)], axis=1)
+            self._speeds = np.concatenate([self._speeds, np.zeros_like(self._speeds)], axis=1)
         return len(self._by_slot) - 1
 
     def _begin_epoch(self, member: Member, card: WorkerCard) -> None:
         self.index.drop(member.slot)
         self.coming.drop(member.slot)
         member.load = idle_load(card)
+        self._refresh_speeds(member)
         self._trust(member)
         if card.address != member.card.address:
             # another process: it never got what was sent to the old one
@@ -336,6 +371,10 @@ class Fleet:
     def _refresh(self, member: Member) -> None:
         if member.slot >= 0:
             self._rows[:, member.slot] = row_of(member)
+
+    def _refresh_speeds(self, member: Member) -> None:
+        load = member.load
+        self._speeds[:, member.slot] = load.prefill_s_per_token, load.prefill_s_per_pair
 
     def _of(self, model: str) -> list[Member]:
         return [member for member in self._members.values() if member.card.model == model]

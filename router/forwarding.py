@@ -27,6 +27,7 @@ from cluster.protocol import (
     RequestError,
 )
 from cluster.settings import GatewaySettings
+from router.admission import Admission
 from router.dispatch import Dispatcher, Placement
 from router.metrics import Metrics
 from router.tokenization import Prompt
@@ -86,9 +87,11 @@ class Forwarder:
         session: aiohttp.ClientSession,
         settings: GatewaySettings,
         dispatcher: Dispatcher,
+        admission: Admission,
         metrics: Metrics,
     ) -> None:
         self._session = session
+        self._admission = admission
         self._settings = settings
         self._dispatcher = dispatcher
         self._metrics = metrics
@@ -111,7 +114,7 @@ class Forwarder:
             code="no_ready_worker",
         )
         while len(tried) < self._settings.attempts:
-            placement = self._dispatcher.place(
+            placement = await self._admission.place(
                 generate.model, prompt, generate.request_id, excluded=tried
             )
             if placement is None:
@@ -156,6 +159,7 @@ class Forwarder:
             except (aiohttp.ClientError, OSError) as error:
                 raise _dropped(placement.worker, error) from error
             self._count(prompt, placement, upstream, arrived)
+            self._dispatcher.shadows.began(generate.request_id)
             if not generate.stream:
                 return web.Response(body=first, headers=headers)
             return await self._stream(client, upstream, first, headers, placement.worker)
@@ -251,8 +255,12 @@ class Forwarder:
         metrics.first_byte_seconds.observe(time.perf_counter() - arrived)
         metrics.prompt_tokens.inc(prompt.tokens)
         metrics.predicted_hit_tokens.inc(placement.predicted_hit_tokens)
-        hit = upstream.headers.get(HEADER_HIT_TOKENS, "0")
-        metrics.hit_tokens.inc(int(hit) if hit.isdecimal() else 0)
+        told = upstream.headers.get(HEADER_HIT_TOKENS, "0")
+        hit = int(told) if told.isdecimal() else 0
+        metrics.hit_tokens.inc(hit)
+        best = int(placement.candidates.hit_tokens.max())
+        metrics.regret_tokens.inc(max(0, best - hit))
+        metrics.overestimated_tokens.inc(max(0, placement.predicted_hit_tokens - hit))
 
 
 async def _refusal(upstream: aiohttp.ClientResponse, worker: str) -> web.Response:

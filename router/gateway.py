@@ -13,19 +13,23 @@ from typing import Literal, Protocol
 import aiohttp
 import msgspec
 from aiohttp import web
+from prometheus_client import Gauge
 
 from cluster.protocol import GenerateRequest, ModelInfo, RequestError, WorkerCard, pool_token
 from cluster.settings import Settings
 from router.admin import Admin
+from router.admission import Admission
 from router.dispatch import Dispatcher
 from router.edge import authentication, body_too_large, errors, json_response, mark_started
 from router.fleet import Fleet
 from router.forwarding import SERVICE_UNAVAILABLE, Forwarder, worker_socket
 from router.member import ModelGroup
 from router.metrics import BusStatus, Metrics
-from router.openai_api import ApiRequest, parse_chat, parse_completion
+from router.openai_api import ApiRequest, parse_chat, parse_completion, parse_either
 from router.policies import parse_policy
+from router.shadow import Shadows, parse_shadows
 from router.tokenization import Prompt, Tokenization
+from router.worker_admin import WorkerAdmin
 
 log = logging.getLogger(__name__)
 
@@ -95,13 +99,18 @@ class Gateway:
         drain_s: float = DRAIN_S,
     ) -> None:
         self.settings = settings
-        self.fleet = Fleet()
+        self.fleet = Fleet(max_pairs=settings.gateway.index_max_pairs)
         self.url = ""
         self._follower = (follower_factory or self._redis_follower)(self.fleet)
-        self.metrics = Metrics(self.fleet, lambda: self._follower.status)
+        shadows = Shadows(parse_shadows(settings.gateway.shadow))
+        self.metrics = Metrics(self.fleet, lambda: self._follower.status, shadows)
         self.dispatcher = Dispatcher(
-            self.fleet, parse_policy(settings.gateway.policy), self.metrics
+            self.fleet, parse_policy(settings.gateway.policy), self.metrics, shadows=shadows
         )
+        self.admission = Admission(
+            self.dispatcher, settings.gateway.queue, settings.gateway.queue_timeout_s
+        )
+        self._more_metrics()
         self._drain_s = drain_s
         self._started_at = int(time.time())
         self._following: asyncio.Task[None] | None = None
@@ -110,6 +119,19 @@ class Gateway:
         self._tokenization: Tokenization
         self._forwarder: Forwarder
         self._runner: web.AppRunner
+
+    def _more_metrics(self) -> None:
+        registry, index = self.metrics.registry, self.fleet.index
+        Gauge(
+            "stemroute_queued_requests",
+            "Requests that wait at the gateway for a worker with room",
+            registry=registry,
+        ).set_function(lambda: self.admission.waiting)
+        Gauge(
+            "stemroute_index_dropped_blocks",
+            "Cached blocks that the prefix index leaves out because it is full",
+            registry=registry,
+        ).set_function(lambda: index.dropped_pairs)
 
     async def start(self) -> None:
         """Bind, and follow the bus. `url` is set afterwards. Raises OSError for a taken port."""
@@ -138,7 +160,10 @@ class Gateway:
         )
         self._tokenization = Tokenization(self._fetch_model, self.settings.secret.encode())
         self._cleanup.callback(self._tokenization.close)
-        self._forwarder = Forwarder(self._session, settings, self.dispatcher, self.metrics)
+        self._cleanup.callback(self.admission.close)
+        self._forwarder = Forwarder(
+            self._session, settings, self.dispatcher, self.admission, self.metrics
+        )
         self._following = asyncio.create_task(self._follower.run(), name="bus follower")
         self._cleanup.push_async_callback(self._stop_following, self._following)
         self._runner = web.AppRunner(
@@ -176,7 +201,9 @@ class Gateway:
                 web.get("/health", self._health),
                 web.get("/ready", self._ready),
                 web.get("/metrics", self._metrics),
+                web.post("/admin/explain", self._explain),
                 *admin.routes(),
+                *WorkerAdmin(self.fleet, self._session).routes(),
             ]
         )
         return app
@@ -220,10 +247,7 @@ class Gateway:
         self, request: web.Request, parse: Callable[[bytes], ApiRequest]
     ) -> web.StreamResponse:
         arrived = time.perf_counter()
-        limit = self.settings.gateway.max_body_bytes
-        if request.content_length is not None and request.content_length > limit:
-            raise body_too_large(limit)
-        asked = parse(await request.read())
+        asked = parse(await self._body(request))
         prompt, context_tokens = await self._prompt(asked)
         room = context_tokens - prompt.tokens
         if room < 1:
@@ -244,8 +268,25 @@ class Gateway:
             include_usage=asked.include_usage,
             continuous_usage=asked.continuous_usage,
             cache_salt=asked.cache_salt,
+            request_type=asked.request_type,
+            turn=asked.turn,
         )
-        return await self._forwarder.forward(request, generate, prompt, arrived)
+        try:
+            return await self._forwarder.forward(request, generate, prompt, arrived)
+        finally:
+            self.dispatcher.shadows.ended(generate.request_id)
+
+    async def _explain(self, request: web.Request) -> web.Response:
+        """Decide as for a chat or completion with this body, without sending it."""
+        asked = parse_either(await self._body(request))
+        prompt, _ = await self._prompt(asked)
+        return json_response(self.dispatcher.explain(asked.model, asked.kind, prompt))
+
+    async def _body(self, request: web.Request) -> bytes:
+        limit = self.settings.gateway.max_body_bytes
+        if request.content_length is not None and request.content_length > limit:
+            raise body_too_large(limit)
+        return await request.read()
 
     async def _prompt(self, asked: ApiRequest) -> tuple[Prompt, int]:
         """The prompt as the model's workers know it, and their context in tokens."""
@@ -337,7 +378,7 @@ class Gateway:
             reasons=reasons,
             models=list(self.fleet.models()),
             workers_ready=usable,
-            index=IndexView(stale=stale, reason=why),
+            index=IndexView(stale=stale, reason=why or self.fleet.index.problem),
             refused=refused,
         )
 

@@ -2,32 +2,62 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cluster.blocks import Namespace
-from cluster.protocol import Load, WorkerCard, WorkerState
+from cluster.protocol import Load, WorkerCard, WorkerState, prefill_pairs
 from router.coming import Claim
 
-ROWS = ("pending_tokens", "running", "waiting", "free_blocks", "capacity_blocks")
-"""What the fleet keeps of each worker in its arrays, in this order."""
+ROWS = (
+    "pending_tokens",
+    "running",
+    "waiting",
+    "free_blocks",
+    "pending_pairs",
+    "booked_blocks",
+    "capacity_blocks",
+    "worker_key",
+)
+"""What the fleet keeps of each worker as whole numbers, in this order."""
+
+CHANGING_ROWS = 6
+"""The first of them, which every decision changes; the others change with a worker's card."""
+
+SPEEDS = ("s_per_token", "s_per_pair")
+"""What it keeps of each worker's measured prefill speed, in this order."""
 
 
 class Booking:
     """One request's place at one worker, from the decision until its response ends.
 
     new_tokens   prompt tokens that the worker is expected to compute for it
+    new_pairs    query-key pairs of their attention
+    new_blocks   KV blocks that they will take
     """
 
-    __slots__ = ("claim", "member", "new_tokens", "request_id", "serial")
+    __slots__ = (
+        "claim",
+        "member",
+        "new_blocks",
+        "new_pairs",
+        "new_tokens",
+        "request_id",
+        "serial",
+    )
 
-    def __init__(self, serial: int, member: Member, request_id: str, new_tokens: int) -> None:
+    def __init__(
+        self, serial: int, member: Member, request_id: str, prompt_tokens: int, hit_tokens: int
+    ) -> None:
         self.serial = serial
         self.member = member
         self.request_id = request_id
-        self.new_tokens = new_tokens
+        self.new_tokens = max(1, prompt_tokens - hit_tokens)
+        self.new_pairs = prefill_pairs(prompt_tokens - self.new_tokens, prompt_tokens)
+        self.new_blocks = -(-self.new_tokens // member.card.namespace.block_size)
         self.claim: Claim | None = None
 
 
@@ -35,6 +65,7 @@ class Member:
     """One worker as this router sees it.
 
     slot        its number in the arrays, -1 once it is gone
+    key         a number made of its name: the same at every gateway
     load        as last reported
     unnamed     own requests to it that no report has named as received, by request id
     routed      requests sent to it since it appeared
@@ -43,6 +74,7 @@ class Member:
 
     __slots__ = (
         "card",
+        "key",
         "load",
         "ready_serial",
         "refused",
@@ -56,6 +88,8 @@ class Member:
     def __init__(self, card: WorkerCard, slot: int) -> None:
         self.card = card
         self.slot = slot
+        digest = hashlib.blake2b(card.worker.encode(), digest_size=8).digest()
+        self.key = int.from_bytes(digest, "little", signed=True)
         self.state: WorkerState = card.state
         self.load = idle_load(card)
         self.unnamed: dict[str, Booking] = {}
@@ -92,12 +126,20 @@ def idle_load(card: WorkerCard) -> Load:
 def row_of(member: Member) -> list[int]:
     """The worker's entries of `ROWS`: its last report plus its unnamed bookings."""
     load, unnamed = member.load, member.unnamed
+    tokens = pairs = blocks = 0
+    for booking in unnamed.values():
+        tokens += booking.new_tokens
+        pairs += booking.new_pairs
+        blocks += booking.new_blocks
     return [
-        load.pending_prefill_tokens + sum(booking.new_tokens for booking in unnamed.values()),
+        load.pending_prefill_tokens + tokens,
         load.running,
         load.waiting + len(unnamed),
         load.free_blocks,
+        load.pending_prefill_pairs + pairs,
+        blocks,
         member.card.capacity_blocks,
+        member.key,
     ]
 
 

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from router.fleet import Fleet
+from router.shadow import Shadows
 
 DECISION_BUCKETS_S = (25e-6, 50e-6, 100e-6, 200e-6, 400e-6, 1e-3, 4e-3, 16e-3, 0.1)
 FIRST_BYTE_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 60.0)
@@ -36,13 +37,19 @@ class BusStatus(Protocol):
     @property
     def repairs(self) -> int: ...
     @property
+    def unreadable(self) -> int: ...
+    @property
     def refused(self) -> dict[str, str]: ...
+    @property
+    def report_ages_s(self) -> dict[str, float]: ...
 
 
 class Metrics:
     """Counters and histograms of one gateway, with the prefix `stemroute_`."""
 
-    def __init__(self, fleet: Fleet, bus: Callable[[], BusStatus]) -> None:
+    def __init__(
+        self, fleet: Fleet, bus: Callable[[], BusStatus], shadows: Shadows | None = None
+    ) -> None:
         self.registry = CollectorRegistry()
         registry = self.registry
         self.requests = Counter(
@@ -52,7 +59,11 @@ class Metrics:
             registry=registry,
         )
         self.decisions = Counter(
-            "stemroute_decisions", "Routing decisions", ["policy"], registry=registry
+            "stemroute_decisions",
+            "Routing decisions by policy and reason; only: one candidate; cold: nobody holds the "
+            "prefix; hit: nobody holds more of it; load: one that holds more costs more",
+            ["policy", "reason"],
+            registry=registry,
         )
         self.retries = Counter(
             "stemroute_retries",
@@ -78,6 +89,18 @@ class Metrics:
             "Prompt tokens of answered requests that the worker really reused",
             registry=registry,
         )
+        self.regret_tokens = Counter(
+            "stemroute_regret_tokens",
+            "Prompt tokens of answered requests that the worker computed although another was "
+            "expected to hold them: the price of balance, or of a wrong prediction",
+            registry=registry,
+        )
+        self.overestimated_tokens = Counter(
+            "stemroute_overestimated_tokens",
+            "Prompt tokens of answered requests that were expected in the worker's cache, but "
+            "were not there",
+            registry=registry,
+        )
         self.decision_seconds = Histogram(
             "stemroute_decision_seconds",
             "Time to look up, score, choose and book",
@@ -91,6 +114,8 @@ class Metrics:
             registry=registry,
         )
         registry.register(_Live(fleet, bus))
+        if shadows is not None and shadows.arms:
+            registry.register(_ShadowMetrics(shadows))
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -164,6 +189,14 @@ class _Live(Collector):
                 "Time since any worker's last report",
                 value=max(0.0, time.monotonic() - self._fleet.last_report_at),
             )
+        ages = GaugeMetricFamily(
+            "stemroute_worker_report_age_seconds",
+            "Time since a worker's last report: how old the index of it may be",
+            labels=["worker"],
+        )
+        for worker, age_s in status.report_ages_s.items():
+            ages.add_metric([worker], age_s)
+        yield ages
         yield CounterMetricFamily("stemroute_bus_reports", "Reports applied", value=status.reports)
         yield CounterMetricFamily(
             "stemroute_bus_gaps", "Holes found in workers' reports", value=status.gaps
@@ -171,8 +204,53 @@ class _Live(Collector):
         yield CounterMetricFamily(
             "stemroute_bus_repairs", "Whole block sets read to mend", value=status.repairs
         )
+        yield CounterMetricFamily(
+            "stemroute_bus_unreadable", "Reports that cannot be decoded", value=status.unreadable
+        )
         yield GaugeMetricFamily(
             "stemroute_refused_workers",
             "Workers that are not used because they do not match",
             value=len(status.refused.keys() | self._fleet.refused().keys()),
         )
+
+
+class _ShadowMetrics(Collector):
+    """What shadow policies would have done, read when scraped; compare with the arm `live`."""
+
+    def __init__(self, shadows: Shadows) -> None:
+        self._shadows = shadows
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        labels = ["policy"]
+        requests = CounterMetricFamily(
+            "stemroute_shadow_requests", "Requests that the policy judged", labels=labels
+        )
+        agreed = CounterMetricFamily(
+            "stemroute_shadow_agreed",
+            "Requests that the policy would have sent where they went",
+            labels=labels,
+        )
+        prompt = CounterMetricFamily(
+            "stemroute_shadow_prompt_tokens", "Prompt tokens of these requests", labels=labels
+        )
+        hits = CounterMetricFamily(
+            "stemroute_shadow_hit_tokens",
+            "Prompt tokens that the policy would have found cached, with its own choices",
+            labels=labels,
+        )
+        imbalance = GaugeMetricFamily(
+            "stemroute_shadow_imbalance",
+            "Most prompt tokens computed by a worker / mean, had the policy chosen",
+            labels=labels,
+        )
+        for view in self._shadows.views():
+            name = [view.policy]
+            requests.add_metric(name, view.requests)
+            agreed.add_metric(name, view.agreed)
+            prompt.add_metric(name, view.prompt_tokens)
+            hits.add_metric(name, view.hit_tokens)
+            imbalance.add_metric(name, view.imbalance)
+        yield from (requests, agreed, prompt, hits, imbalance)

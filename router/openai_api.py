@@ -16,6 +16,7 @@ from cluster.protocol import RequestError, Sampling
 
 MAX_STOP_STRINGS = 16
 MAX_SALT_CHARACTERS = 256
+MAX_TYPE_CHARACTERS = 64
 
 Kind = Literal["chat", "completion"]
 
@@ -59,6 +60,7 @@ class CommonBody(msgspec.Struct, kw_only=True):
     n: int | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
+    request_type: str | None = None
     user: str | None = None
     best_of: Any = None
     logprobs: Any = None
@@ -114,6 +116,7 @@ class ApiRequest(NamedTuple):
     tools            given to the chat template; None for none
     template_fields  further variables for the chat template
     max_tokens       None where the request sets no limit
+    request_type     the client's own word for the kind of work: a hint for the workers' caches
     """
 
     kind: Kind
@@ -129,6 +132,12 @@ class ApiRequest(NamedTuple):
     include_usage: bool = False
     continuous_usage: bool = False
     cache_salt: str = ""
+    request_type: str = ""
+
+    @property
+    def turn(self) -> int:
+        """Which turn of its conversation a chat asks for, 1 for the first; 0 for a completion."""
+        return sum(message["role"] == "user" for message in self.messages or [])
 
 
 def parse_chat(body: bytes) -> ApiRequest:
@@ -179,7 +188,22 @@ def parse_completion(body: bytes) -> ApiRequest:
     return request._replace(token_ids=token_ids)
 
 
-_Body = TypeVar("_Body", bound=CommonBody)
+class _Kinds(msgspec.Struct):
+    """What tells a chat from a completion."""
+
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def parse_either(body: bytes) -> ApiRequest:
+    """Understand a chat (it has `messages`) or a completion. Raises RequestError (400)."""
+    return (
+        parse_completion(body)
+        if _decode(body, _Kinds).messages is msgspec.UNSET
+        else parse_chat(body)
+    )
+
+
+_Body = TypeVar("_Body", bound=msgspec.Struct)
 
 
 def _decode(body: bytes, kind: type[_Body]) -> _Body:
@@ -245,6 +269,13 @@ def _common(body: CommonBody, kind: Kind, max_tokens: int | None) -> ApiRequest:
             f"`cache_salt` has {len(salt)} characters: send at most {MAX_SALT_CHARACTERS}",
             param="cache_salt",
         )
+    kind_of_work = body.request_type or ""
+    if len(kind_of_work) > MAX_TYPE_CHARACTERS:
+        raise RequestError(
+            f"`request_type` has {len(kind_of_work)} characters: send at most "
+            f"{MAX_TYPE_CHARACTERS}",
+            param="request_type",
+        )
     stream = bool(body.stream)
     options = body.stream_options
     if options is not None and not stream:
@@ -269,6 +300,7 @@ def _common(body: CommonBody, kind: Kind, max_tokens: int | None) -> ApiRequest:
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
         cache_salt=salt,
+        request_type=kind_of_work,
     )
 
 

@@ -12,6 +12,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import jinja2
@@ -24,6 +25,7 @@ import tokenizers
 from cluster.blocks import Namespace, hash_blocks, pack_tokens
 from cluster.protocol import ModelInfo, RequestError, WorkerCard
 from router.openai_api import ApiRequest
+from router.segments import Cutter, SegmentTree, boundary_tokens, compute
 
 THREAD_CHARACTERS = 8_000
 """Longer texts are tokenised in a thread: about 2 ms of work that would hold up all streams."""
@@ -70,6 +72,11 @@ class Encoder:
                 raise ValueError("the model wants a bos token but its tokenizer has none")
             self._bos = [bos]
         self._template = _compile(info.chat_template) if info.chat_template else None
+        self._cutter = Cutter(
+            boundary_tokens(info.tokenizer_json),
+            info.chat_template + "".join(map(str, info.special_tokens.values())),
+        )
+        self.cut = self._cutter.cut
 
     def render(self, request: ApiRequest) -> str:
         """The text of a chat. Raises RequestError (400) where the template refuses it."""
@@ -119,6 +126,7 @@ class Tokenization:
         self._secret = secret
         self._encoders: OrderedDict[str, Encoder] = OrderedDict()
         self._fetching: dict[str, asyncio.Lock] = {}
+        self._segments = SegmentTree()
         self._recent: OrderedDict[tuple[bytes, bool, str], Prompt] = OrderedDict()
         self._recent_characters = 0
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenization")
@@ -152,6 +160,9 @@ class Tokenization:
             return await self._run(len(ids) * 4, lambda: self._hash(ids, root, namespace))
         chat = request.text is None
         text = encoder.render(request) if request.text is None else request.text
+        segments = encoder.cut(text)
+        if len(segments) > 1:
+            return await self._continued(segments, encoder, namespace, root, chat)
         key = (root, chat, text)
         known = self._recent.get(key)
         if known is not None:
@@ -165,6 +176,29 @@ class Tokenization:
             raise RequestError("the prompt has no tokens: send some text", param="prompt")
         self._remember(key, prompt)
         return prompt
+
+    async def _continued(
+        self, segments: list[str], encoder: Encoder, namespace: Namespace, root: bytes, chat: bool
+    ) -> Prompt:
+        """The prompt of a text in segments, of which only those never seen are computed."""
+        beginning = f"{namespace.tokenizer} {namespace.block_size} {root.hex()} {chat}"
+        found = self._segments.find(beginning, root, segments)
+        computed = await self._run(
+            sum(map(len, found.missing)),
+            lambda: compute(
+                found.path[-1],
+                found.missing,
+                lambda segment, first: encoder.encode(segment, bos=first and not chat),
+                namespace.block_size,
+                begins=len(found.path) == 1,
+            ),
+        )
+        path = self._segments.add(found, computed)
+        return Prompt(
+            b"".join([node.packed for node in path]),
+            list(chain.from_iterable([node.hashes for node in path])),
+            namespace,
+        )
 
     def _hash(self, ids: list[int], root: bytes, namespace: Namespace) -> Prompt:
         packed = pack_tokens(ids)

@@ -1,20 +1,22 @@
-"""The fixed pool of KV blocks: reference counts, and one list of everything unreferenced.
+"""The fixed pool of KV blocks: reference counts, and everything unreferenced.
 
 Blocks are numbers 1..capacity. Block 0 is reserved: block tables are padded with it, no sequence
-ever owns it, and here its links are the ends of the circular free list.
+ever owns it, and here its links are the ends of the circular list of kept blocks.
 
 ```
-free list   0 <-> vacant ... vacant <-> kept (oldest) ... kept (newest) <-> 0
-                  ^ allocate                                        release ^
+vacant   a stack           ... vacant vacant  <-> allocate, vacate, worthless releases
+kept     0 <-> kept (oldest) ... kept (newest) <-> 0
+               ^ evict first               release ^
 ```
 
 A *vacant* block holds nothing of value. A *kept* one holds cached KV that nobody references; the
-kept part of the list is in order of release, so it is the LRU order. Every operation is O(1).
+kept list is in order of release, so it is the LRU order. Every operation is O(1).
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 
 class InvariantError(AssertionError):
@@ -22,9 +24,22 @@ class InvariantError(AssertionError):
 
 
 class BlockPool:
-    """Owner of reference counts and of the free list. Knows nothing of hashes or tokens."""
+    """Owner of reference counts, of what is free, and of when a block was last of use.
 
-    __slots__ = ("_kept", "_next", "_previous", "_references", "capacity", "free_blocks", "vacant")
+    Knows nothing of hashes or tokens, and reads no clock: the cache writes `last_used`, in seconds
+    on its caller's clock, when a cached block loses its last reference.
+    """
+
+    __slots__ = (
+        "_kept",
+        "_next",
+        "_previous",
+        "_references",
+        "_vacant",
+        "capacity",
+        "free_blocks",
+        "last_used",
+    )
 
     def __init__(self, capacity: int) -> None:
         """`capacity` usable blocks. Raises ValueError below 1."""
@@ -32,26 +47,33 @@ class BlockPool:
             raise ValueError(f"a block pool needs at least 1 block, got {capacity}")
         size = capacity + 1
         self.capacity = capacity
+        # Arrays of machine numbers, not lists of objects: 24 bytes a block, and nothing that the
+        # garbage collector would walk in a pool of a million blocks.
         self._references = array("i", bytes(4 * size))
         self._kept = bytearray(size)
-        # Arrays of machine integers, not lists of objects: 12 bytes a block, and nothing that
-        # the garbage collector would walk in a pool of a million blocks.
-        self._next = array("i", range(1, size + 1))
-        self._next[capacity] = 0
-        self._previous = array("i", range(-1, size - 1))
-        self._previous[0] = capacity
+        self._next = array("i", bytes(4 * size))
+        self._previous = array("i", bytes(4 * size))
+        self._vacant = array("i", range(capacity, 0, -1))
+        self.last_used = array("d", bytes(8 * size))
         self.free_blocks = capacity
         """Blocks without references, vacant and kept."""
-        self.vacant = capacity
+
+    @property
+    def vacant(self) -> int:
         """Blocks without references that hold nothing."""
+        return len(self._vacant)
+
+    @property
+    def kept(self) -> int:
+        """Blocks without references that hold cached KV."""
+        return self.free_blocks - len(self._vacant)
 
     def allocate(self) -> int:
         """A vacant block, now with one reference. Raises InvariantError where none is vacant."""
-        block = self._next[0]
-        if not self.vacant or self._kept[block]:
+        if not self._vacant:
             raise InvariantError(f"no vacant block: {self._figures()}")
-        self._unlink(block)
-        self.vacant -= 1
+        block = self._vacant.pop()
+        self.free_blocks -= 1
         self._references[block] = 1
         return block
 
@@ -63,14 +85,15 @@ class BlockPool:
                 raise InvariantError(f"block {block} is shared but holds nothing")
             self._kept[block] = 0
             self._unlink(block)
+            self.free_blocks -= 1
         self._references[block] = references + 1
         return references == 0
 
     def release(self, block: int, keep: bool) -> bool:
         """One reference less. Returns whether it was the last.
 
-        Without references the block goes to the list's end where `keep` is set (its KV is worth
-        keeping), else to its front, so that worthless blocks are used before anything is evicted.
+        Without references the block goes to the end of the kept list where `keep` is set (its KV
+        is worth keeping), else it is vacant, and used before anything is evicted.
         """
         references = self._references[block] - 1
         if references < 0 or not block:
@@ -80,12 +103,40 @@ class BlockPool:
             return False
         if keep:
             self._kept[block] = 1
-            self._link(block, self._previous[0], 0)
+            newest = self._previous[0]
+            self._next[newest] = self._previous[0] = block
+            self._previous[block] = newest
+            self._next[block] = 0
         else:
-            self.vacant += 1
-            self._link(block, 0, self._next[0])
+            self._vacant.append(block)
         self.free_blocks += 1
         return True
+
+    def share_all(self, blocks: Sequence[int]) -> list[int]:
+        """`share` each; returns those whose first reference it was. Raises as `share` does."""
+        references = self._references
+        first = []
+        for block in blocks:
+            count = references[block]
+            if count:
+                references[block] = count + 1
+            else:
+                self.share(block)
+                first.append(block)
+        return first
+
+    def drop_shared(self, blocks: Sequence[int]) -> list[int]:
+        """One reference less for those that have more than one; returns the others, untouched,
+        the last of `blocks` first."""
+        references = self._references
+        others = []
+        for block in reversed(blocks):
+            count = references[block]
+            if count > 1:
+                references[block] = count - 1
+            else:
+                others.append(block)
+        return others
 
     def vacate(self, block: int) -> None:
         """A kept block gives up its content."""
@@ -96,14 +147,11 @@ class BlockPool:
             )
         self._unlink(block)
         self._kept[block] = 0
-        self._link(block, 0, self._next[0])
-        self.free_blocks += 1
-        self.vacant += 1
+        self._vacant.append(block)
 
     def oldest_kept(self) -> int:
-        """The kept block that was released longest ago; 0 while any block is vacant or none is
-        kept."""
-        return 0 if self.vacant else self._next[0]
+        """The kept block that was released longest ago; 0 where none is kept."""
+        return self._next[0]
 
     def references(self, block: int) -> int:
         """How many sequences use the block."""
@@ -113,16 +161,13 @@ class BlockPool:
         before, after = self._previous[block], self._next[block]
         self._next[before] = after
         self._previous[after] = before
-        self.free_blocks -= 1
-
-    def _link(self, block: int, before: int, after: int) -> None:
-        self._next[before] = block
-        self._previous[block] = before
-        self._next[block] = after
-        self._previous[after] = block
 
     def free_list(self) -> list[int]:
         """All unreferenced blocks, first to be used first. O(pool): for checks and tests."""
+        return [*reversed(self._vacant), *self.kept_blocks()]
+
+    def kept_blocks(self) -> list[int]:
+        """The kept blocks, oldest first. O(pool): for checks and tests."""
         blocks: list[int] = []
         block = self._next[0]
         while block and len(blocks) <= self.capacity:
@@ -130,18 +175,14 @@ class BlockPool:
             block = self._next[block]
         return blocks
 
-    def kept_blocks(self) -> list[int]:
-        """The kept blocks, oldest first. O(pool): for checks and tests."""
-        return [block for block in self.free_list() if self._kept[block]]
-
     def check(self) -> None:
         """Raises InvariantError unless every block is either free or referenced. O(pool)."""
+        kept = self.kept_blocks()
         free = self.free_list()
-        kept = [block for block in free if self._kept[block]]
         if len(free) != self.free_blocks or len(set(free)) != len(free):
-            raise InvariantError(f"the free list has {len(free)} entries: {self._figures()}")
-        if len(free) - len(kept) != self.vacant or kept != free[self.vacant :]:
-            raise InvariantError(f"{len(kept)} kept blocks, not at the end: {self._figures()}")
+            raise InvariantError(f"{len(free)} blocks are free: {self._figures()}")
+        if sum(self._kept) != len(kept) or not all(self._kept[block] for block in kept):
+            raise InvariantError(f"{len(kept)} blocks on the kept list: {self._figures()}")
         if self._references[0]:
             raise InvariantError(f"the reserved block 0 has {self._references[0]} references")
         on_list = set(free)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 
 from cluster.blocks import Namespace
 from cluster.protocol import ModelInfo
 from cluster.settings import WorkerSettings
+from worker.emulator import EMULATED, build_emulated
 from worker.engine import EngineConfig, EngineCore
+from worker.eviction_choice import parse_eviction
 from worker.kv_memory import blocks_that_fit, kv_block_bytes
 from worker.messages import EngineInfo
 from worker.models.llama import LlamaModel
 from worker.runner import TorchRunner
-from worker.weights import load_model, resolve_device, resolve_dtype
+from worker.weights import LoadedModel, load_model, resolve_device, resolve_dtype
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +28,8 @@ def build_engine(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
     Raises ModelError where the model cannot be used, ValueError for settings that cannot work,
     MemoryError where the pool does not fit.
     """
+    if settings.model.startswith(EMULATED):
+        return build_emulated(settings)
     device = resolve_device(settings.device)
     dtype = resolve_dtype(settings.dtype, device)
     if device.type == "cpu":
@@ -46,33 +51,25 @@ def build_engine(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
         chunk_tokens=settings.chunk_tokens,
         max_waiting=settings.max_waiting,
         eos_token_ids=loaded.eos_token_ids,
+        cache_share=settings.cache_share,
+        pin_share=settings.pin_share,
     )
-    core = EngineCore(
-        config, TorchRunner(model, kv_blocks, settings.block_size, settings.attention)
-    )
+    runner = TorchRunner(model, kv_blocks, settings.block_size, settings.attention)
+    core = EngineCore(config, runner, make_policy=parse_eviction(settings.eviction))
     info = EngineInfo(
         model=ModelInfo(
             model=settings.served_name or loaded.name,
-            namespace=Namespace(
-                weights=loaded.weights_digest,
-                tokenizer=loaded.tokenizer_digest,
-                kv_dtype=str(dtype).removeprefix("torch."),
-                block_size=settings.block_size,
-                positions=loaded.config.positions,
-            ),
-            tokenizer_json=loaded.tokenizer_json,
-            chat_template=loaded.chat_template,
-            special_tokens=loaded.special_tokens,
             context_tokens=config.sequence_limit,
-            add_bos=loaded.add_bos,
+            **of_weights(loaded, dtype, settings.block_size),
         ),
         capacity_blocks=kv_blocks,
         context_tokens=config.sequence_limit,
         max_batch_size=settings.max_batch_size,
         token_budget=settings.token_budget,
         device=_name_of(device),
+        kv_bytes_a_token=kv_block_bytes(loaded.config, settings.block_size, dtype)
+        // settings.block_size,
     )
-    block_bytes = kv_block_bytes(loaded.config, settings.block_size, dtype)
     log.info(
         "%s on %s in %s: %d KV blocks of %d tokens (%.0f MiB), context %d tokens",
         info.model.model,
@@ -80,10 +77,27 @@ def build_engine(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
         info.model.namespace.kv_dtype,
         kv_blocks,
         settings.block_size,
-        kv_blocks * block_bytes / 2**20,
+        kv_blocks * settings.block_size * info.kv_bytes_a_token / 2**20,
         info.context_tokens,
     )
     return core, info
+
+
+def of_weights(loaded: LoadedModel, dtype: torch.dtype, block_size: int) -> dict[str, Any]:
+    """The fields of a ModelInfo that follow from the files of a model."""
+    return {
+        "namespace": Namespace(
+            weights=loaded.weights_digest,
+            tokenizer=loaded.tokenizer_digest,
+            kv_dtype=str(dtype).removeprefix("torch."),
+            block_size=block_size,
+            positions=loaded.config.positions,
+        ),
+        "tokenizer_json": loaded.tokenizer_json,
+        "chat_template": loaded.chat_template,
+        "special_tokens": loaded.special_tokens,
+        "add_bos": loaded.add_bos,
+    }
 
 
 def _name_of(device: torch.device) -> str:

@@ -6,7 +6,7 @@ to other requests before its commit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -14,9 +14,12 @@ import msgspec
 from cluster.blocks import hash_block as sha256_block
 from cluster.protocol import Load, RequestError, Sampling
 from worker.block_pool import BlockPool, InvariantError
+from worker.engine_config import EngineConfig
+from worker.engine_stats import EngineStats, EvictionAges
 from worker.eviction import EvictionPolicy, Lru
-from worker.prefix_cache import PrefixCache
-from worker.scheduler import EngineConfig, Plan, Scheduler
+from worker.prefill_speed import StepWork
+from worker.prefix_cache import AGE_BOUNDS_S, PrefixCache, Why
+from worker.scheduler import Plan, Scheduler
 from worker.sequence import EngineRequest, Sequence
 
 __all__ = [
@@ -26,6 +29,7 @@ __all__ = [
     "EngineCore",
     "EngineRequest",
     "EngineStats",
+    "EvictionAges",
     "InvariantError",
     "Output",
     "Runner",
@@ -69,7 +73,7 @@ class Runner(Protocol):
         ...
 
 
-class Output(msgspec.Struct, kw_only=True):
+class Output(msgspec.Struct, kw_only=True, gc=False):
     """News of one request.
 
     token_ids      new tokens, the end token included
@@ -99,39 +103,11 @@ class Changes(msgspec.Struct, kw_only=True):
     received: list[str]
 
 
-class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts since the engine began.
-
-    hits, partial_hits, misses   first admissions that reused all they could, some, nothing
-    reused_tokens                prompt tokens not computed, at first admissions
-    resumed_tokens               tokens not computed again, when preempted ones came back
-    computed_prompt_tokens       prefill tokens computed, recomputation after preemption included
-    held_requests                times that a request was held back for another's prefix
-    duplicates                   blocks computed though another had cached them meanwhile
-    collisions                   equal hashes of unequal content seen, on a look-up or a commit
-    failed_steps                 steps in which the runner failed
-    """
-
-    hits: int
-    partial_hits: int
-    misses: int
-    reused_tokens: int
-    resumed_tokens: int
-    computed_prompt_tokens: int
-    generated_tokens: int
-    evictions: int
-    duplicates: int
-    preemptions: int
-    held_requests: int
-    collisions: int
-    steps: int
-    failed_steps: int
-
-
 class EngineCore:
     """One engine. Not thread-safe: its owner calls one method at a time.
 
     last_failure   the exception of the last step in which the runner failed
+    last_work      what the last step computed
     """
 
     def __init__(
@@ -145,7 +121,9 @@ class EngineCore:
         self.config = config
         self._runner = runner
         self._pool = BlockPool(config.capacity_blocks)
-        self._cache = PrefixCache(self._pool, make_policy(self._pool), config.block_size)
+        self._cache = PrefixCache(
+            self._pool, make_policy(self._pool), config.block_size, config.keep_limit
+        )
         self._scheduler = Scheduler(config, self._pool, self._cache, hash_block)
         self._end_tokens = frozenset(config.eos_token_ids)
         self._sequences: dict[str, Sequence] = {}
@@ -155,6 +133,7 @@ class EngineCore:
         self._failed_steps = 0
         self._generated_tokens = 0
         self.last_failure: Exception | None = None
+        self.last_work = StepWork(0, 0, 0, synced=True)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -177,7 +156,7 @@ class EngineCore:
         if len(request.namespace_root) != ROOT_BYTES:
             raise _internal(f"namespace root of {len(request.namespace_root)} bytes")
         try:
-            sequence = Sequence(request, self._arrivals + 1)
+            sequence = Sequence(request, self._arrivals + 1, config.sequence_limit)
         except ValueError as error:
             raise _internal(str(error)) from error
         if not sequence.tokens:
@@ -212,9 +191,39 @@ class EngineCore:
         self._scheduler.end(sequence)
         return True
 
+    @property
+    def runner(self) -> Runner:
+        """What computes the batches."""
+        return self._runner
+
+    def fail_all(self, reason: str) -> list[Output]:
+        """End every request, running or waiting, with an "error" output that says why."""
+        return self._fail(list(self._sequences.values()), reason)
+
+    def forget_model(self, eos_token_ids: list[int]) -> None:
+        """The runner is about to compute with other weights: nothing cached may be used again.
+
+        Raises InvariantError while there is work: its KV would be mixed.
+        """
+        if self._sequences:
+            raise InvariantError(f"{len(self._sequences)} requests still use the old weights")
+        self._scheduler.flush()
+        self._end_tokens = frozenset(eos_token_ids)
+
     def flush(self) -> None:
         """Drop all cached blocks at once; running requests go on, but cache nothing more."""
         self._scheduler.flush()
+
+    def expire(self, now: float) -> None:
+        """What `step` does first, for a caller that has no work: let cached blocks expire."""
+        self._scheduler.expire(now)
+
+    def pin(self, namespace_root: bytes, token_ids: bytes) -> int:
+        """Keep the cached blocks of a prompt (`pack_tokens`) from eviction until a flush.
+
+        Returns how many of its leading tokens are pinned. `pin_share` bounds what can be.
+        """
+        return self._scheduler.pin(namespace_root, token_ids)
 
     def has_work(self) -> bool:
         """Whether a request runs or waits."""
@@ -233,27 +242,15 @@ class EngineCore:
                 load = self.load()
                 raise InvariantError(f"nothing can be scheduled: {load}, {self.config}")
             return []
-        batch = []
-        for sequence, count in plan.items():
-            tokens, start = sequence.tokens, sequence.computed_tokens
-            end = start + count
-            batch.append(
-                BatchItem(
-                    sequence.request_id,
-                    tokens[start:end],
-                    start,
-                    sequence.block_table,
-                    end == len(tokens),
-                    sequence.sampling,
-                    len(tokens) - sequence.prompt_tokens,
-                )
-            )
+        batch, self.last_work = _batch_of(plan)
         self._steps += 1
         try:
             sampled = self._runner.execute(batch)
             _check_sampled(batch, sampled)
         except Exception as error:
-            return self._fail(plan, error)
+            self.last_failure = error
+            self._failed_steps += 1
+            return self._fail(plan, f"the engine failed while it computed this: {error!r}")
         return self._commit(plan, sampled)
 
     def load(self) -> Load:
@@ -264,6 +261,7 @@ class EngineCore:
             waiting=len(self._scheduler.waiting),
             free_blocks=self._pool.free_blocks,
             cached_blocks=len(self._cache),
+            pending_prefill_pairs=self._scheduler.pending_prefill_pairs,
         )
 
     def take_changes(self) -> Changes:
@@ -288,12 +286,26 @@ class EngineCore:
             computed_prompt_tokens=scheduler.computed_prompt_tokens,
             generated_tokens=self._generated_tokens,
             evictions=cache.evictions,
+            evictions_for_space=cache.evicted_for[Why.SPACE],
+            evictions_over_share=cache.evicted_for[Why.CAP],
+            evictions_expired=cache.evicted_for[Why.EXPIRED],
+            flushed_blocks=cache.flushed,
+            pinned_blocks=scheduler.pinned_blocks,
             duplicates=cache.duplicates,
             preemptions=scheduler.preemptions,
             held_requests=scheduler.held_requests,
             collisions=cache.collisions,
             steps=self._steps,
             failed_steps=self._failed_steps,
+        )
+
+    def eviction_ages(self) -> EvictionAges:
+        """How long evicted blocks had been of no use."""
+        cache = self._cache
+        return EvictionAges(
+            bounds_s=list(AGE_BOUNDS_S),
+            counts=list(cache.evicted_ages),
+            sum_s=cache.evicted_age_s,
         )
 
     def check(self) -> None:
@@ -304,23 +316,25 @@ class EngineCore:
             raise InvariantError(f"requests {sorted(live ^ self._sequences.keys())} are lost")
 
     def _commit(self, plan: Plan, sampled: list[int | None]) -> list[Output]:
-        commit, limit = self._scheduler.commit, self.config.sequence_limit
+        commit = self._scheduler.commit
+        block_size, end_tokens = self.config.block_size, self._end_tokens
         outputs = []
         for (sequence, count), token in zip(plan.items(), sampled, strict=True):
-            commit(sequence, count)
+            computed = sequence.computed_tokens + count
+            if sequence.pending_tokens or not computed % block_size:
+                commit(sequence, count)
+            else:  # a decode within its block: all that a commit does then
+                sequence.computed_tokens = computed
             if token is None:
                 continue
-            tokens, sampling = sequence.tokens, sequence.sampling
+            tokens = sequence.tokens
             tokens.append(token)
-            self._generated_tokens += 1
             reason = ""
-            if token in self._end_tokens and not sampling.ignore_eos:
+            if token in end_tokens and not sequence.sampling.ignore_eos:
                 reason = "stop"
-            elif (
-                len(tokens) - sequence.prompt_tokens >= sampling.max_tokens or len(tokens) >= limit
-            ):
+                self._end(sequence)
+            elif len(tokens) >= sequence.limit_tokens:
                 reason = "length"
-            if reason:
                 self._end(sequence)
             outputs.append(
                 Output(
@@ -330,13 +344,12 @@ class EngineCore:
                     hit_tokens=sequence.hit_tokens or 0,
                 )
             )
+        self._generated_tokens += len(outputs)
         return outputs
 
-    def _fail(self, plan: Plan, error: Exception) -> list[Output]:
-        self.last_failure = error
-        self._failed_steps += 1
+    def _fail(self, sequences: Iterable[Sequence], reason: str) -> list[Output]:
         outputs = []
-        for sequence in plan:
+        for sequence in sequences:
             self._end(sequence)
             outputs.append(
                 Output(
@@ -344,7 +357,7 @@ class EngineCore:
                     token_ids=[],
                     finish_reason="error",
                     hit_tokens=sequence.hit_tokens or 0,
-                    error=f"the engine failed while it computed this: {error!r}",
+                    error=reason,
                 )
             )
         return outputs
@@ -352,6 +365,39 @@ class EngineCore:
     def _end(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request_id]
         self._scheduler.end(sequence)
+
+
+def _batch_of(plan: Plan) -> tuple[list[BatchItem], StepWork]:
+    """The runner's batch, and how much work it is."""
+    new = tuple.__new__  # without the named tuple's own, which only passes its arguments on
+    batch = []
+    prefill_tokens = prefill_squares = decodes = 0
+    samples = False
+    for sequence, count in plan.items():
+        tokens, start = sequence.tokens, sequence.computed_tokens
+        length = len(tokens)
+        end = start + count
+        if sequence.pending_tokens:
+            prefill_tokens += count
+            prefill_squares += end * end - start * start
+        else:
+            decodes += 1
+        samples = samples or end == length
+        batch.append(
+            new(
+                BatchItem,
+                (
+                    sequence.request_id,
+                    [tokens[start]] if count == 1 else tokens[start:end].tolist(),
+                    start,
+                    sequence.block_table,
+                    end == length,
+                    sequence.sampling,
+                    length - sequence.prompt_tokens,
+                ),
+            )
+        )
+    return batch, StepWork(prefill_tokens, prefill_squares // 2, decodes, samples)
 
 
 def _check_sampled(batch: list[BatchItem], sampled: list[int | None]) -> None:

@@ -22,7 +22,7 @@ import zmq.asyncio
 from cluster.blocks import split_hashes
 from cluster.protocol import Load, RequestError
 from cluster.settings import WorkerSettings
-from worker.engine import Changes, EngineRequest, EngineStats, Output
+from worker.engine import Changes, EngineRequest, Output
 from worker.messages import (
     Add,
     Blocks,
@@ -34,11 +34,16 @@ from worker.messages import (
     FromEngine,
     GetBlocks,
     GetStats,
+    LoadWeights,
+    NotDone,
+    Pin,
+    Pinned,
     Ready,
     StartEngine,
     Stats,
     Stepped,
     Stop,
+    WeightsLoaded,
     decode_from_engine,
     encode,
 )
@@ -50,10 +55,15 @@ STALL_S = 120.0
 
 OnChanges = Callable[[Changes, Load], None]
 OnFlushed = Callable[[list[str], Load], None]
+OnWeights = Callable[[EngineInfo, list[str], Load], None]
 
 
 class EngineDead(RuntimeError):
     """The engine process has ended or does not answer; its text says what is known of why."""
+
+
+class NotPossible(RuntimeError):
+    """The engine could not do what it was asked for and goes on as before; the text says why."""
 
 
 class EngineClient:
@@ -61,15 +71,21 @@ class EngineClient:
 
     on_changes   called for every change of cache and load, in order
     on_flushed   called where a new epoch begins, in the same order
+    on_weights   called where a new model and with it a new epoch begins, in the same order
     ended        set once the process has ended or said that it will
     """
 
     def __init__(
-        self, settings: WorkerSettings, on_changes: OnChanges, on_flushed: OnFlushed
+        self,
+        settings: WorkerSettings,
+        on_changes: OnChanges,
+        on_flushed: OnFlushed,
+        on_weights: OnWeights,
     ) -> None:
         self._settings = settings
         self._on_changes = on_changes
         self._on_flushed = on_flushed
+        self._on_weights = on_weights
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = ""
         self._context: zmq.asyncio.Context | None = None
@@ -175,11 +191,24 @@ class EngineClient:
         assert isinstance(joined, bytes)
         return split_hashes(joined)
 
-    async def stats(self) -> EngineStats:
+    async def stats(self) -> Stats:
         """The engine's counts."""
         stats = await self._ask(GetStats(next(self._tickets)))
-        assert isinstance(stats, EngineStats)
+        assert isinstance(stats, Stats)
         return stats
+
+    async def pin(self, namespace_root: bytes, token_ids: bytes) -> int:
+        """Keep a prompt's cached blocks from eviction. Returns how many tokens are pinned."""
+        tokens = await self._ask(Pin(next(self._tickets), namespace_root, token_ids))
+        assert isinstance(tokens, int)
+        return tokens
+
+    async def load_weights(self, model: str) -> None:
+        """Compute with another model; `on_weights` has been called when this returns.
+
+        Requests that run then fail. Raises NotPossible where the model cannot be used.
+        """
+        await self._ask(LoadWeights(next(self._tickets), model))
 
     async def stop(self) -> None:
         """End the process, by force if it does not heed. Running requests fail."""
@@ -242,8 +271,15 @@ class EngineClient:
                 self._answer(ticket, None)
             case Blocks(ticket, joined):
                 self._answer(ticket, joined)
-            case Stats(ticket, stats):
-                self._answer(ticket, stats)
+            case Stats(ticket):
+                self._answer(ticket, message)
+            case Pinned(ticket, tokens):
+                self._answer(ticket, tokens)
+            case WeightsLoaded(ticket=ticket):
+                self._on_weights(message.info, message.received, message.load)
+                self._answer(ticket, None)
+            case NotDone(ticket, reason):
+                self._answer(ticket, NotPossible(reason))
             case Ready(info):
                 self._answer(0, info)
             case Died(reason):
@@ -251,7 +287,11 @@ class EngineClient:
 
     def _answer(self, ticket: int, value: object) -> None:
         future = self._answers.pop(ticket, None)
-        if future is not None and not future.done():
+        if future is None or future.done():
+            return
+        if isinstance(value, NotPossible):
+            future.set_exception(value)
+        else:
             future.set_result(value)
 
     def _die(self, reason: str) -> None:
@@ -272,7 +312,7 @@ class EngineClient:
         if problem:
             raise EngineDead(problem)
 
-    async def _ask(self, message: Flush | GetBlocks | GetStats) -> object:
+    async def _ask(self, message: Flush | GetBlocks | GetStats | Pin | LoadWeights) -> object:
         self._raise_if_dead()
         future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self._answers[message.ticket] = future

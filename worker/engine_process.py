@@ -13,23 +13,31 @@ import logging
 import os
 import sys
 import threading
+import time
+from concurrent.futures import Future
 
 import msgspec
 import zmq
 
 from cluster.blocks import join_hashes
-from cluster.protocol import RequestError
+from cluster.protocol import Load, RequestError
+from cluster.settings import WorkerSettings
 from worker.build import build_engine
-from worker.engine import EngineCore
+from worker.engine import Changes, EngineCore
 from worker.messages import (
     Add,
     Blocks,
     Cancel,
     Died,
+    EngineInfo,
     Flush,
     Flushed,
     GetBlocks,
     GetStats,
+    LoadWeights,
+    NotDone,
+    Pin,
+    Pinned,
     Ready,
     Refused,
     StartEngine,
@@ -37,9 +45,13 @@ from worker.messages import (
     Stepped,
     Stop,
     ToEngine,
+    WeightsLoaded,
     decode_to_engine,
     encode,
 )
+from worker.models import ModelError
+from worker.new_weights import Prepared, WeightChange
+from worker.prefill_speed import PrefillSpeed
 
 log = logging.getLogger("worker.engine")
 
@@ -48,6 +60,7 @@ NICENESS_ON_CPU = 5
 """Where the engine computes on the cores that servers and gateways run on, those go first: they
 need little, and whole answers wait for them."""
 
+LOADING_POLL_MS = 20
 FAILED_STEPS_TO_GIVE_UP = 3
 """So many failed steps in a row, and the process ends: whoever watches it starts a fresh one."""
 
@@ -55,9 +68,19 @@ FAILED_STEPS_TO_GIVE_UP = 3
 class EngineLoop:
     """Takes messages, steps the engine, tells what happened."""
 
-    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        info: EngineInfo,
+        settings: WorkerSettings,
+        socket: zmq.Socket[bytes],
+    ) -> None:
         self._core = core
+        self._info = info
+        self._settings = settings
         self._socket = socket
+        self._change: tuple[int, WeightChange, Future[Prepared]] | None = None
+        self._speed = PrefillSpeed()
         self._refused: list[Refused] = []
         self._failed_in_a_row = 0
         self._stopped = False
@@ -66,10 +89,15 @@ class EngineLoop:
         """Until a Stop message. Raises RuntimeError when steps keep failing."""
         while not self._stopped:
             idle = not self._core.has_work()
-            heard = self._take_messages(SIGN_OF_LIFE_MS if idle else 0)
+            wait_ms = SIGN_OF_LIFE_MS if self._change is None else LOADING_POLL_MS
+            heard = self._take_messages(wait_ms if idle else 0)
+            if self._change is not None and self._change[2].done():
+                self._change_weights(*self._change)
+                self._change = None
             if self._core.has_work():
                 self._step()
             elif heard or idle:
+                self._core.expire(time.monotonic())
                 self._tell([], "")
 
     def _take_messages(self, wait_ms: int) -> bool:
@@ -105,25 +133,67 @@ class EngineLoop:
                 self._tell([], "")  # what came before belongs to the epoch that ends
                 core.flush()
                 changes = core.take_changes()  # all evicted: the new epoch says so already
-                self._send(Flushed(ticket=ticket, received=changes.received, load=core.load()))
+                self._send(Flushed(ticket=ticket, received=changes.received, load=self._load()))
             case GetBlocks(ticket):
                 self._tell([], "")
                 self._send(Blocks(ticket, join_hashes(core.cached_blocks())))
             case GetStats(ticket):
-                self._send(Stats(ticket, core.stats()))
+                self._send(Stats(ticket, core.stats(), core.eviction_ages()))
+            case Pin(ticket, namespace_root, token_ids):
+                self._send(Pinned(ticket, core.pin(namespace_root, token_ids)))
+            case LoadWeights(ticket, model):
+                self._prepare_weights(ticket, model)
             case Stop():
                 self._stopped = True
 
+    def _prepare_weights(self, ticket: int, path: str) -> None:
+        if self._change is not None:
+            self._send(NotDone(ticket, "other weights are being loaded already"))
+            return
+        try:
+            change = WeightChange(self._core, self._info, self._settings)
+        except ModelError as error:
+            self._send(NotDone(ticket, str(error)))
+            return
+        self._change = ticket, change, change.prepare(path)
+
+    def _change_weights(self, ticket: int, change: WeightChange, ready: Future[Prepared]) -> None:
+        try:
+            prepared = ready.result()
+        except Exception as error:  # whatever a file can bring about: the old weights stay
+            unforeseen = None if isinstance(error, ModelError) else error
+            log.warning("the new weights cannot be used: %s", error, exc_info=unforeseen)
+            self._send(NotDone(ticket, str(error) or repr(error)))
+            return
+        self._info, outputs = change.apply(prepared)
+        # The failures go out without the changes of the cache, which are the old epoch's end.
+        changes = self._core.take_changes()
+        nothing = Changes(stored=[], evicted=[], received=[])
+        self._send(Stepped(outputs=outputs, refused=[], changes=nothing, load=self._load()))
+        self._send(
+            WeightsLoaded(
+                ticket=ticket,
+                info=self._info,
+                received=changes.received,
+                load=self._load(),
+            )
+        )
+        log.info("the weights are now those of %s", self._info.model.namespace.weights[:16])
+
     def _step(self) -> None:
         failed_before = self._core.stats().failed_steps
-        outputs = self._core.step()
+        began_s = time.perf_counter()
+        outputs = self._core.step(time.monotonic())
+        ended_s = time.perf_counter()
         failure = ""
         if self._core.stats().failed_steps > failed_before:
             self._failed_in_a_row += 1
+            self._speed.interrupted()
             failure = repr(self._core.last_failure)
             log.error("a step failed: %s", failure, exc_info=self._core.last_failure)
         else:
             self._failed_in_a_row = 0
+            self._speed.observe(self._core.last_work, began_s, ended_s)
         self._tell(outputs, failure)
         if self._failed_in_a_row >= FAILED_STEPS_TO_GIVE_UP:
             raise RuntimeError(f"{self._failed_in_a_row} steps in a row failed: {failure}")
@@ -135,9 +205,16 @@ class EngineLoop:
                 outputs=outputs,
                 refused=refused,
                 changes=self._core.take_changes(),
-                load=self._core.load(),
+                load=self._load(),
                 failure=failure,
             )
+        )
+
+    def _load(self) -> Load:
+        return msgspec.structs.replace(
+            self._core.load(),
+            prefill_s_per_token=self._speed.s_per_token,
+            prefill_s_per_pair=self._speed.s_per_pair,
         )
 
     def _send(self, message: object) -> None:
@@ -167,7 +244,7 @@ def main() -> None:
         gc.collect()
         gc.freeze()  # the model's objects stay: a full collection among them costs tens of ms
         socket.send(encode(Ready(info)))
-        EngineLoop(core, socket).run()
+        EngineLoop(core, info, start.settings, socket).run()
     except Exception as error:
         log.exception("the engine cannot go on")
         socket.send(encode(Died(f"{type(error).__name__}: {error}")))

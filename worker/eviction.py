@@ -3,6 +3,9 @@
 The cache may only lose *leaves*: cached blocks that nobody references and that no cached block
 continues. Then what is cached stays prefix-closed whatever the policy. The cache tells its policy
 which blocks are leaves, as they change; a policy orders them by what it knows of their use.
+
+`lru` is here, `lfu` and `ttl` in `eviction_orders`, `workload_aware` in `eviction_workload`;
+`eviction_choice` knows all by name.
 """
 
 from __future__ import annotations
@@ -19,15 +22,23 @@ class BlockUse(NamedTuple):
     now            time of the step, seconds on the caller's clock
     depth          index of the first block in its sequence; the others follow
     prompt_blocks  full blocks of the sequence's prompt, to tell the offset from its end
+    request_type   kind of work that the request belongs to, "" where nobody said
+    turn           1, 2, ... in a conversation; 0 where nobody said
     """
 
     now: float
     depth: int
     prompt_blocks: int
+    request_type: str = ""
+    turn: int = 0
 
 
 class EvictionPolicy(Protocol):
-    """A policy sees block numbers only; pool and cache call it, never the other way round."""
+    """A policy sees block numbers only; pool and cache call it, never the other way round.
+
+    When a block lost its last reference stands in `pool.last_used`; a policy may note later uses
+    there too. It does not change while the block is a leaf.
+    """
 
     def used(self, blocks: Sequence[int], use: BlockUse) -> None:
         """A sequence stored these blocks, or found them cached."""
@@ -38,18 +49,27 @@ class EvictionPolicy(Protocol):
         ...
 
     def withdrawn(self, block: int) -> None:
-        """It may not any longer: it is referenced again, or was dropped by a flush."""
+        """It may not any longer: it is referenced again."""
         ...
 
-    def victim(self) -> int:
+    def victim(self, now: float) -> int:
         """The leaf to evict now; it is a leaf no more. Called only while there is one."""
+        ...
+
+    def expired(self, now: float) -> int:
+        """A leaf that is not worth keeping though nobody needs its block, and a leaf no more; 0
+        where there is none."""
+        ...
+
+    def clear(self) -> None:
+        """No block is cached any more."""
         ...
 
 
 class Lru:
     """Evict what was released longest ago.
 
-    The pool's free list already is that order, and its head always is a leaf: a sequence
+    The pool's list of kept blocks already is that order, and its head always is a leaf: a sequence
     references its whole cached prefix and releases it deepest block first, so a block lies behind
     everything that continues it. Hence no state and O(1).
     """
@@ -66,6 +86,13 @@ class Lru:
     def withdrawn(self, block: int) -> None:
         """Nothing to note."""
 
-    def victim(self) -> int:
-        """The head of the free list."""
+    def victim(self, now: float) -> int:
+        """The oldest kept block."""
         return self._pool.oldest_kept()
+
+    def expired(self, now: float) -> int:
+        """Nothing expires."""
+        return 0
+
+    def clear(self) -> None:
+        """Nothing to forget."""

@@ -10,7 +10,7 @@ import msgspec
 
 from cluster.protocol import Load, ModelInfo
 from cluster.settings import WorkerSettings
-from worker.engine import Changes, EngineRequest, EngineStats, Output
+from worker.engine import Changes, EngineRequest, EngineStats, EvictionAges, Output
 
 
 class StartEngine(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,15 +50,33 @@ class GetStats(msgspec.Struct, frozen=True, tag=True):
     ticket: int
 
 
+class Pin(msgspec.Struct, frozen=True, tag=True):
+    """Keep the cached blocks of a prompt from eviction until the cache is flushed."""
+
+    ticket: int
+    namespace_root: bytes
+    token_ids: bytes
+
+
+class LoadWeights(msgspec.Struct, frozen=True, tag=True):
+    """Load another model of the same architecture, then end all requests and compute with it."""
+
+    ticket: int
+    model: str
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the process."""
 
 
-ToEngine = Add | Cancel | Flush | GetBlocks | GetStats | Stop
+ToEngine = Add | Cancel | Flush | GetBlocks | GetStats | Pin | LoadWeights | Stop
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine turned out to be once its model was loaded."""
+    """What the engine turned out to be once its model was loaded.
+
+    kv_bytes_a_token   keys and values of one token in all layers
+    """
 
     model: ModelInfo
     capacity_blocks: int
@@ -66,6 +84,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_size: int
     token_budget: int
     device: str
+    kv_bytes_a_token: int = 0
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -118,6 +137,30 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
 
     ticket: int
     stats: EngineStats
+    ages: EvictionAges
+
+
+class Pinned(msgspec.Struct, frozen=True, tag=True):
+    """Answer to Pin: how many leading tokens of the prompt are pinned."""
+
+    ticket: int
+    tokens: int
+
+
+class WeightsLoaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Answer to LoadWeights: what comes after this is of the new model, and of a new epoch."""
+
+    ticket: int
+    info: EngineInfo
+    received: list[str]
+    load: Load
+
+
+class NotDone(msgspec.Struct, frozen=True, tag=True):
+    """Answer to what could not be done; all is as before."""
+
+    ticket: int
+    reason: str
 
 
 class Died(msgspec.Struct, frozen=True, tag=True):
@@ -126,7 +169,7 @@ class Died(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-FromEngine = Ready | Stepped | Flushed | Blocks | Stats | Died
+FromEngine = Ready | Stepped | Flushed | Blocks | Stats | Pinned | WeightsLoaded | NotDone | Died
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

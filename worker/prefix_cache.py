@@ -8,9 +8,11 @@ bisection, here and at the routers.
 
 from __future__ import annotations
 
+import enum
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from worker.block_pool import BlockPool, InvariantError
@@ -28,15 +30,44 @@ class Probe(NamedTuple):
     referenced: int
 
 
+class Why(enum.IntEnum):
+    """Why a block was evicted: its room was needed, the cache had more than its share, or it had
+    been of no use for too long."""
+
+    SPACE = 0
+    CAP = 1
+    EXPIRED = 2
+
+
+AGE_BOUNDS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0)
+"""Upper bounds of the classes in which ages at eviction are counted; a last one has none."""
+
+
 class PrefixCache:
     """Owner of the map from block hash to block.
 
-    A block's *content* is what its hash was made of: the parent's hash (the namespace root at
-    depth 0) followed by the block's packed tokens. It is kept and compared, so that two blocks
-    with equal hashes are told apart: a collision is a miss.
+    A block's *content* is its packed tokens, at depth 0 behind the namespace root. Content and
+    parent are kept and compared, so that two blocks with equal hashes are told apart: a collision
+    is a miss.
+
+    now             time of the step, seconds on the caller's clock, which sets it
+    keep_limit      blocks that may be cached while nobody references them
+    evicted_for     evictions by reason (`Why`)
+    evicted_ages    evictions by age (time since the last use): one count for each of AGE_BOUNDS_S,
+                    not cumulative, and one for what is older
+    evicted_age_s   sum of these ages, seconds
+    flushed         blocks dropped by flushes
     """
 
-    def __init__(self, pool: BlockPool, policy: EvictionPolicy, block_size: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        policy: EvictionPolicy,
+        block_size: int,
+        keep_limit: int | None = None,
+    ) -> None:
+        self.now = 0.0
+        self.keep_limit = pool.capacity if keep_limit is None else keep_limit
         self._pool = pool
         self._policy = policy
         self._block_bytes = 4 * block_size
@@ -48,12 +79,20 @@ class PrefixCache:
         self._children = array("i", bytes(4 * (pool.capacity + 1)))
         self._stored: dict[bytes, None] = {}
         self._evicted: dict[bytes, None] = {}
-        self.evictions = 0
+        self.evicted_for = [0] * len(Why)
+        self.evicted_ages = [0] * (len(AGE_BOUNDS_S) + 1)
+        self.evicted_age_s = 0.0
+        self.flushed = 0
         self.collisions = 0
         self.duplicates = 0
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    @property
+    def evictions(self) -> int:
+        """Blocks evicted, for whatever reason; those of flushes are not counted."""
+        return sum(self.evicted_for)
 
     def hashes(self) -> list[bytes]:
         """Hashes of all cached blocks, parents first."""
@@ -84,20 +123,26 @@ class PrefixCache:
 
         `packed` holds the sequence's tokens, at least `limit` blocks of them.
         """
-        found: list[int] = []
-        size = self._block_bytes
-        parent = root
-        for index in range(limit):
-            block = self._blocks.get(hashes[index])
-            if block is None:
-                break
-            if self._contents[block] != parent + packed[index * size : (index + 1) * size]:
-                self.collisions += 1
-                break
-            if self._pool.share(block) and not self._children[block]:
+        size, contents, parents = self._block_bytes, self._contents, self._parents
+        looked_up = list(map(self._blocks.get, islice(hashes, limit)))
+        count = looked_up.index(None) if None in looked_up else len(looked_up)
+        found: list[int] = looked_up[:count]  # type: ignore[assignment]  # up to the first None
+        # All at once, since nearly always all is as it should be: who was the parent, which tokens.
+        chain = [0, *found]
+        chain.pop()
+        whole = b"".join(map(contents.__getitem__, found))
+        if list(map(parents.__getitem__, found)) != chain or whole != root + packed[: count * size]:
+            for index, block in enumerate(found):
+                part = packed[index * size : (index + 1) * size]
+                if parents[block] != chain[index] or contents[block] != (
+                    part if index else root + part
+                ):
+                    self.collisions += 1
+                    del found[index:]
+                    break
+        for block in self._pool.share_all(found):
+            if not self._children[block]:
                 self._policy.withdrawn(block)
-            found.append(block)
-            parent = hashes[index]
         if found:
             self._policy.used(found, use)
         return found
@@ -108,7 +153,7 @@ class PrefixCache:
         Raises InvariantError where every block is referenced: look at `pool.free_blocks` first.
         """
         if not self._pool.vacant and self._pool.free_blocks:
-            self._evict(self._policy.victim())
+            self._evict(self._policy.victim(self.now), Why.SPACE)
         return self._pool.allocate()
 
     def store(
@@ -130,10 +175,10 @@ class PrefixCache:
         `parent` is the cached, referenced block before it, 0 at depth 0; `parent_key` is its
         hash, or the namespace root.
         """
-        content = parent_key + packed
+        content = packed if parent else parent_key + packed
         present = self._blocks.get(block_hash)
         if present is not None:
-            if self._contents[present] != content:
+            if self._contents[present] != content or self._parents[present] != parent:
                 self.collisions += 1
                 return 0
             if present == block:
@@ -162,20 +207,32 @@ class PrefixCache:
     def release(self, blocks: Sequence[int]) -> None:
         """Give back a sequence's references, deepest block first (the LRU order needs it)."""
         pool, hashes, children = self._pool, self._hashes, self._children
-        for block in reversed(blocks):
-            cached = block in hashes
-            if pool.release(block, keep=cached) and cached and not children[block]:
-                self._policy.leaf(block)
+        last_used, now = pool.last_used, self.now
+        for block in pool.drop_shared(blocks):
+            if block in hashes:
+                last_used[block] = now
+                pool.release(block, keep=True)
+                if not children[block]:
+                    self._policy.leaf(block)
+            else:
+                pool.release(block, keep=False)
+        while pool.kept > self.keep_limit:
+            self._evict(self._policy.victim(self.now), Why.CAP)
+
+    def expire(self) -> None:
+        """Drop what has been of no use for too long."""
+        while block := self._policy.expired(self.now):
+            self._evict(block, Why.EXPIRED)
 
     def flush(self) -> None:
         """Forget everything. Referenced blocks stay valid for who uses them."""
         # Children before parents, as in eviction.
         for block_hash, block in reversed(self._blocks.items()):
             if not self._pool.references(block):
-                if not self._children[block]:
-                    self._policy.withdrawn(block)
                 self._pool.vacate(block)
             self._note_gone(block_hash)
+        self._policy.clear()
+        self.flushed += len(self._blocks)
         for block in self._hashes:
             self._parents[block] = self._children[block] = 0
         self._blocks.clear()
@@ -189,7 +246,7 @@ class PrefixCache:
         self._evicted.clear()
         return stored, evicted
 
-    def _evict(self, block: int) -> None:
+    def _evict(self, block: int, why: Why) -> None:
         block_hash = self._hashes.get(block)
         if block_hash is None or self._children[block] or self._pool.references(block):
             raise InvariantError(
@@ -199,7 +256,10 @@ class PrefixCache:
         self._pool.vacate(block)
         del self._blocks[block_hash], self._hashes[block], self._contents[block]
         self._note_gone(block_hash)
-        self.evictions += 1
+        self.evicted_for[why] += 1
+        age_s = max(0.0, self.now - self._pool.last_used[block])
+        self.evicted_ages[bisect_left(AGE_BOUNDS_S, age_s)] += 1
+        self.evicted_age_s += age_s
         parent = self._parents[block]
         self._parents[block] = 0
         if parent:
@@ -231,10 +291,9 @@ class PrefixCache:
                     f"cached block {block}: {references} references, kept {block in kept}"
                 )
             parent = self._parents[block]
-            key = self._contents[block][: -self._block_bytes]
             if parent:
                 children[parent] += 1
-                if self._hashes.get(parent) != key:
+                if parent not in self._hashes:
                     raise InvariantError(f"block {block} is cached, its parent {parent} is not")
                 if references and not self._pool.references(parent):
                     raise InvariantError(f"block {block} is referenced, its parent {parent} is not")

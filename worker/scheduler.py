@@ -12,63 +12,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 from itertools import islice
 
-import msgspec
-
 from worker.block_pool import BlockPool, InvariantError
+from worker.engine_config import EngineConfig
 from worker.eviction import BlockUse
 from worker.prefix_cache import PrefixCache
 from worker.sequence import Sequence, Status
 
 Plan = dict[Sequence, int]
 """Tokens to compute of each sequence in one step."""
-
-
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of one engine. Raises ValueError where they cannot work.
-
-    block_size       tokens in a block
-    capacity_blocks  usable KV blocks, the reserved block 0 not counted
-    context_tokens   longest prompt + output of one sequence
-    max_batch_size   sequences that may run at once
-    token_budget     tokens computed in one step at most
-    chunk_tokens     prefill tokens of one sequence in one step at most; 0 is the whole budget
-    max_waiting      requests that may wait
-    eos_token_ids    tokens that end an answer
-    """
-
-    block_size: int
-    capacity_blocks: int
-    context_tokens: int
-    max_batch_size: int
-    token_budget: int
-    chunk_tokens: int = 0
-    max_waiting: int = 1024
-    eos_token_ids: list[int] = msgspec.field(default_factory=list)
-    prefix_caching: bool = True
-
-    def __post_init__(self) -> None:
-        for name in (
-            "block_size",
-            "capacity_blocks",
-            "context_tokens",
-            "max_batch_size",
-            "token_budget",
-            "max_waiting",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.chunk_tokens < 0:
-            raise ValueError(f"chunk_tokens must not be negative, got {self.chunk_tokens}")
-
-    @property
-    def chunk_limit(self) -> int:
-        """`chunk_tokens`, or the whole budget where it is 0."""
-        return min(self.chunk_tokens or self.token_budget, self.token_budget)
-
-    @property
-    def sequence_limit(self) -> int:
-        """Tokens that one sequence may have: the context, or all of a smaller pool."""
-        return min(self.context_tokens, self.capacity_blocks * self.block_size)
 
 
 class Scheduler:
@@ -92,16 +43,22 @@ class Scheduler:
         self._pool = pool
         self._cache = cache
         self._hash_block = hash_block
-        self._now = 0.0
+        self._pins: list[int] = []
         self.waiting: OrderedDict[str, Sequence] = OrderedDict()
         self.running: dict[str, Sequence] = {}
         # Hash of every full block that a running prefill has still to compute -> that sequence.
         self._in_flight: dict[bytes, Sequence] = {}
         self.pending_prefill_tokens = 0
         """Sum of the sequences' `pending_tokens`."""
+        self._pending_squares = 0  # twice the pairs: whole numbers that add up exactly
         self.hits = self.partial_hits = self.misses = 0
         self.reused_tokens = self.resumed_tokens = self.computed_prompt_tokens = 0
         self.preemptions = self.held_requests = 0
+
+    @property
+    def pending_prefill_pairs(self) -> int:
+        """Query-key pairs of the pending tokens' attention."""
+        return self._pending_squares // 2
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence at the end."""
@@ -111,7 +68,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> Plan:
         """Plan one step. Every planned sequence has the blocks that its tokens need."""
-        self._now = now
+        self.expire(now)
         plan: Plan = {}
         self._plan_decodes(plan)
         budget = self._config.token_budget - sum(plan.values())
@@ -123,8 +80,7 @@ class Scheduler:
         """The forward pass has written the KV of `count` more tokens of the sequence."""
         computed = sequence.computed_tokens = sequence.computed_tokens + count
         if sequence.pending_tokens:
-            sequence.pending_tokens -= count
-            self.pending_prefill_tokens -= count
+            self._set_pending(sequence, sequence.pending_tokens - count)
             self.computed_prompt_tokens += count
         full = computed // self._block_size
         if full > sequence.settled_blocks:
@@ -144,8 +100,10 @@ class Scheduler:
 
         What these computed before the flush must never be hit again, and a block computed later
         would be cached without its parent. So a sequence that runs across a flush caches nothing
-        more, unless it is preempted and computed afresh.
+        more, unless it is preempted and computed afresh. Pins end.
         """
+        self._cache.release(self._pins)
+        self._pins = []
         self._cache.flush()
         self._in_flight.clear()
         for sequence in self.running.values():
@@ -153,6 +111,41 @@ class Scheduler:
         for sequence in self.waiting.values():
             sequence.held_for = None
             self._estimate(sequence, 0)
+
+    def expire(self, now: float) -> None:
+        """The clock goes on; cached blocks may have outlived their use."""
+        self._cache.now = now
+        self._cache.expire()
+
+    @property
+    def pinned_blocks(self) -> int:
+        """Blocks that are pinned now."""
+        return len(self._pins)
+
+    def pin(self, root: bytes, packed: bytes) -> int:
+        """Keep the cached blocks of a prompt from eviction until the next flush.
+
+        Returns how many of its leading tokens are pinned now: less than all where they are not
+        cached or where `pin_limit` is reached. A pin is a reference of nobody's sequence.
+        """
+        blocks = len(packed) // 4 // self._block_size
+        hashes: list[bytes] = []
+        for index in range(blocks):
+            part = packed[4 * index * self._block_size : 4 * (index + 1) * self._block_size]
+            hashes.append(self._hash_block(hashes[-1] if hashes else root, part))
+        use = BlockUse(self._cache.now, 0, blocks)
+        found = self._cache.acquire(root, hashes, packed, blocks, use)
+        pinned = set(self._pins)
+        kept = 0
+        for block in found:
+            if block not in pinned:
+                if len(self._pins) >= self._config.pin_limit:
+                    break
+                self._pins.append(block)
+            kept += 1
+        # One reference each: of those pinned before, this second one goes.
+        self._cache.release([block for block in found[:kept] if block in pinned] + found[kept:])
+        return kept * self._block_size
 
     def _plan_decodes(self, plan: Plan) -> None:
         budget = self._config.token_budget
@@ -253,7 +246,7 @@ class Scheduler:
             return False
         blocks: list[int] = []
         if limit:
-            use = BlockUse(self._now, 0, sequence.prompt_tokens // self._block_size)
+            use = self._use_of(sequence, 0)
             blocks = self._cache.acquire(
                 sequence.request.namespace_root, sequence.hashes, sequence.packed(), limit, use
             )
@@ -327,26 +320,35 @@ class Scheduler:
     def _settle(self, sequence: Sequence, full: int) -> None:
         """Offer the blocks [settled, full), now written, to the cache."""
         if sequence.publishes:
-            table, hashes = sequence.block_table, sequence.hashes
-            use = BlockUse(
-                self._now, sequence.settled_blocks, sequence.prompt_tokens // self._block_size
-            )
+            table, hashes, block_size = sequence.block_table, sequence.hashes, self._block_size
+            in_flight, store, use_of = self._in_flight, self._cache.store, self._use_of
             for index in range(sequence.settled_blocks, full):
-                packed = sequence.packed_block(index, self._block_size)
+                packed = sequence.packed_block(index, block_size)
                 parent_key = sequence.parent_key(index)
                 if index == len(hashes):
                     hashes.append(self._hash_block(parent_key, packed))
                 block_hash = hashes[index]
                 parent = table[index - 1] if index else 0
-                kept = self._cache.store(table[index], block_hash, parent, parent_key, packed, use)
+                use = use_of(sequence, index)
+                kept = store(table[index], block_hash, parent, parent_key, packed, use)
                 if not kept:  # a collision: what follows would hang below other content
                     self._leave_flight(sequence)
                     sequence.publishes = False
                     break
                 table[index] = kept
-                if self._in_flight.get(block_hash) is sequence:
-                    del self._in_flight[block_hash]
+                if in_flight and in_flight.get(block_hash) is sequence:
+                    del in_flight[block_hash]
         sequence.settled_blocks = full
+
+    def _use_of(self, sequence: Sequence, depth: int) -> BlockUse:
+        request = sequence.request
+        return BlockUse(
+            self._cache.now,
+            depth,
+            sequence.prompt_tokens // self._block_size,
+            request.request_type,
+            request.turn,
+        )
 
     def _leave_flight(self, sequence: Sequence) -> None:
         for block_hash in islice(sequence.hashes, sequence.settled_blocks, None):
@@ -374,13 +376,17 @@ class Scheduler:
 
     def _set_pending(self, sequence: Sequence, tokens: int) -> None:
         self.pending_prefill_tokens += tokens - sequence.pending_tokens
+        self._pending_squares -= _pending_squares(sequence)
         sequence.pending_tokens = tokens
+        self._pending_squares += _pending_squares(sequence)
 
     def check(self) -> None:
         """Raises InvariantError unless pool, cache and sequences agree. O(pool + tables)."""
         self._pool.check()
         self._cache.check()
         held = [0] * (self._pool.capacity + 1)
+        for block in self._pins:
+            held[block] += 1
         for sequence in self.running.values():
             for block in sequence.block_table:
                 held[block] += 1
@@ -398,7 +404,7 @@ class Scheduler:
         for block, references in enumerate(held):
             if references != self._pool.references(block):
                 raise InvariantError(
-                    f"block {block} is in {references} block tables but has "
+                    f"block {block} is in {references} block tables and pins but has "
                     f"{self._pool.references(block)} references"
                 )
         for sequence in self.waiting.values():
@@ -409,6 +415,16 @@ class Scheduler:
             raise InvariantError(
                 f"{self.pending_prefill_tokens} pending prefill tokens, counted {pending}"
             )
+        squares = sum(map(_pending_squares, (*self.running.values(), *self.waiting.values())))
+        if squares != self._pending_squares:
+            raise InvariantError(f"{self._pending_squares} pending squares, counted {squares}")
         for holder in self._in_flight.values():
             if self.running.get(holder.request_id) is not holder or not holder.publishes:
                 raise InvariantError(f"{holder.request_id} has blocks in flight without computing")
+
+
+def _pending_squares(sequence: Sequence) -> int:
+    """Twice the query-key pairs of a sequence's pending tokens, which are its last ones."""
+    total = len(sequence.tokens)
+    first = total - sequence.pending_tokens
+    return total * total - first * first

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import enum
+import sys
+from array import array
 
 import msgspec
 
-from cluster.blocks import pack_tokens, split_hashes, unpack_tokens
+from cluster.blocks import split_hashes
 from cluster.protocol import Sampling
+
+BIG_ENDIAN = sys.byteorder == "big"
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +23,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
                     the server's concern (it cancels), the engine knows end tokens and limits only
     block_hashes    joined hashes of the prompt's full blocks; b"" lets the engine compute them
     arrival         when the request arrived, seconds on the caller's clock
+    request_type    kind of work, for eviction by class; "" where nobody said
+    turn            1, 2, … in a conversation, for the same; 0 where nobody said
     """
 
     request_id: str
@@ -27,6 +33,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     block_hashes: bytes = b""
     arrival: float = 0.0
+    request_type: str = ""
+    turn: int = 0
 
 
 class Status(enum.Enum):
@@ -50,6 +58,7 @@ class Sequence:
 
     The newest output token is never computed yet: it is the input of the next step.
 
+    limit_tokens     prompt and output end here at the latest
     order            1, 2, 3, … in order of arrival
     pending_tokens   prefill tokens still to compute: exact while running, an estimate that
                      leaves cached tokens out while waiting; 0 once it only decodes
@@ -64,6 +73,7 @@ class Sequence:
         "hashes",
         "held_for",
         "hit_tokens",
+        "limit_tokens",
         "order",
         "pending_tokens",
         "prompt_tokens",
@@ -76,14 +86,23 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, request: EngineRequest, order: int) -> None:
-        """Raises ValueError where token ids or hashes are not whole."""
+    def __init__(self, request: EngineRequest, order: int, sequence_limit: int) -> None:
+        """`sequence_limit` is how many tokens of one sequence the engine can hold.
+
+        Raises ValueError where token ids or hashes are not whole.
+        """
         self.request = request
         self.request_id = request.request_id
         self.sampling = request.sampling
         self.order = order
-        self.tokens: list[int] = unpack_tokens(request.token_ids)
+        # An array, not a list of objects: a 9th of the memory, packed already, and nothing that the
+        # garbage collector would walk in hundreds of long sequences.
+        self.tokens = array("I")
+        self.tokens.frombytes(request.token_ids)
+        if BIG_ENDIAN:
+            self.tokens.byteswap()
         self.prompt_tokens = len(self.tokens)
+        self.limit_tokens = min(self.prompt_tokens + request.sampling.max_tokens, sequence_limit)
         self.hashes: list[bytes] = split_hashes(request.block_hashes)
         self.block_table: list[int] = []
         self.computed_tokens = 0
@@ -103,7 +122,7 @@ class Sequence:
         """All tokens, packed."""
         if len(self.tokens) == self.prompt_tokens:
             return self.request.token_ids
-        return pack_tokens(self.tokens)
+        return _packed(self.tokens)
 
     def packed_block(self, index: int, block_size: int) -> bytes:
         """The tokens of full block `index`, packed."""
@@ -111,8 +130,16 @@ class Sequence:
         end = start + block_size
         if end <= self.prompt_tokens:
             return self.request.token_ids[4 * start : 4 * end]
-        return pack_tokens(self.tokens[start:end])
+        return _packed(self.tokens[start:end])
 
     def parent_key(self, index: int) -> bytes:
         """What block `index` continues: the hash before it, the namespace root at index 0."""
         return self.hashes[index - 1] if index else self.request.namespace_root
+
+
+def _packed(tokens: array[int]) -> bytes:
+    """As `pack_tokens` packs them: little-endian u32."""
+    if BIG_ENDIAN:
+        tokens = tokens[:]
+        tokens.byteswap()
+    return tokens.tobytes()

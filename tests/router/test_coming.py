@@ -1,67 +1,82 @@
-"""Blocks on their way count until they are announced, their request ends, or time is up."""
+"""Blocks on their way count until their request ends or time is up."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.coming import ComingBlocks, ComingCheckError, common_prefix
+from router.coming import ComingBlocks, ComingCheckError
 from tests.router.support import chain_of
 
-A = chain_of(range(24))
+A = chain_of(range(24))  # 6 blocks
 B = A[:3] + chain_of(range(12, 24), root=b"other")
 
 
-def held_by(coming: ComingBlocks, slot: int) -> set[bytes]:
-    return {block for block, mask in coming.masks.items() if mask >> slot & 1}
-
-
-def test_a_claim_begins_behind_what_is_held():
-    coming = ComingBlocks(10.0)
-    coming.claim(1, A, 2, now=0.0)
-    assert held_by(coming, 1) == set(A[2:])
-    assert held_by(coming, 0) == set()
-
-
-def test_an_announced_block_is_no_longer_coming_and_does_not_return():
-    coming = ComingBlocks(10.0)
-    first = coming.claim(0, A, 0, now=0.0)
-    coming.claim(0, A, 6, now=0.0)
-    coming.stored(0, A[:4])
-    coming.end(first)
-    assert held_by(coming, 0) == set(A[4:])
+def depths(coming, chain, slots=0b1111, size=8):
+    found = np.zeros(size, dtype=np.int64)
+    coming.raise_depths(found, chain, slots)
     coming.check()
+    return found.tolist()
 
 
-def test_what_an_ended_request_leaves_passes_to_those_that_share_it():
+def test_a_claim_counts_for_its_worker_and_for_what_is_shared():
     coming = ComingBlocks(10.0)
-    first = coming.claim(0, A, 0, now=0.0)
-    coming.claim(0, B, 3, now=0.0)
-    elsewhere = coming.claim(1, A, 0, now=0.0)
-    coming.end(first)
-    assert held_by(coming, 0) == set(B)
-    coming.end(elsewhere)
-    assert held_by(coming, 1) == set()
-    coming.check()
+    coming.claim(1, A, now=0.0)
+    assert depths(coming, A) == [0, 6, 0, 0, 0, 0, 0, 0]
+    assert depths(coming, A[:4]) == [0, 4, 0, 0, 0, 0, 0, 0]
+    assert depths(coming, B) == [0, 3, 0, 0, 0, 0, 0, 0]
+    assert depths(coming, [*A, b"longer"])[1] == 6
+    assert depths(coming, chain_of([9] * 24)) == [0] * 8
+    assert depths(coming, []) == [0] * 8
+    assert depths(coming, A, slots=0b1101) == [0] * 8
 
 
-def test_a_later_claim_outlives_the_announcing_and_evicting_of_an_earlier_one():
+def test_what_is_held_deeper_already_stays():
     coming = ComingBlocks(10.0)
-    first = coming.claim(0, A, 0, now=0.0)
-    coming.stored(0, A)
-    coming.claim(0, A, 0, now=0.0)  # evicted meanwhile: claimed anew
+    coming.claim(0, A[:4], now=0.0)
+    found = np.array([2, 1])
+    coming.raise_depths(found, A, 0b11)
+    assert found.tolist() == [4, 1]
+    found = np.array([5, 1])
+    coming.raise_depths(found, A, 0b11)
+    assert found.tolist() == [5, 1]
+
+
+def test_the_longest_claim_of_a_worker_counts_and_what_ends_leaves_the_others():
+    coming = ComingBlocks(10.0)
+    first = coming.claim(0, A, now=0.0)
+    second = coming.claim(0, A[:2], now=0.0)
+    third = coming.claim(2, B, now=0.0)
+    assert depths(coming, A)[:3] == [6, 0, 3]
+    assert (coming.depth(0, A), coming.depth(1, A), coming.depth(2, A)) == (6, 0, 3)
     coming.end(first)
-    assert held_by(coming, 0) == set(A)
-    coming.check()
+    coming.end(first)
+    assert depths(coming, A)[:3] == [2, 0, 3]
+    coming.end(third)
+    assert depths(coming, A)[:3] == [2, 0, 0]
+    coming.end(second)
+    assert len(coming) == 0
+    assert not coming._root.children
+
+
+def test_many_workers_at_once():
+    coming = ComingBlocks(10.0)
+    claims = [coming.claim(slot, A if slot % 2 else B, now=0.0) for slot in range(100)]
+    found = depths(coming, A, (1 << 100) - 1, 128)
+    assert found == [3, 6] * 50 + [0] * 28
+    for claim in claims[1::2]:
+        coming.end(claim)
+    assert depths(coming, A, (1 << 100) - 1, 128) == [3, 0] * 50 + [0] * 28
 
 
 def test_claims_expire_in_order():
     coming = ComingBlocks(10.0)
-    coming.claim(0, A, 0, now=0.0)
-    coming.claim(0, B, 3, now=5.0)
+    coming.claim(0, A, now=0.0)
+    coming.claim(0, B, now=5.0)
     coming.expire(9.9)
-    assert held_by(coming, 0) == set(A) | set(B)
+    assert coming.depth(0, A) == 6
     coming.expire(10.0)
-    assert held_by(coming, 0) == set(B)
+    assert coming.depth(0, A) == 3
     coming.expire(15.0)
     assert len(coming) == 0
     assert not coming._claims
@@ -69,66 +84,74 @@ def test_claims_expire_in_order():
 
 
 def test_memory_is_bounded():
-    coming = ComingBlocks(10.0, max_blocks=4)
-    claim = coming.claim(0, A, 0, now=0.0)
-    assert held_by(coming, 0) == set(A[:4])
-    coming.claim(1, A, 0, now=0.0)
-    assert len(coming) == 4
-    coming.check()
-    coming.end(claim)
+    coming = ComingBlocks(10.0, max_blocks=8)
+    first = coming.claim(0, A, now=0.0)
+    refused = coming.claim(1, B, now=0.0)
+    assert depths(coming, B)[:2] == [3, 0]
+    coming.end(refused)
+    coming.end(first)
+    coming.claim(1, B, now=0.0)
+    assert coming.depth(1, B) == 6
+
+
+def test_a_prompt_without_a_full_block_claims_nothing():
+    coming = ComingBlocks(10.0)
+    coming.end(coming.claim(0, [], now=0.0))
     assert len(coming) == 0
 
 
-def test_common_prefix():
-    assert common_prefix(A, B) == 3
-    assert common_prefix(A, A) == len(A)
-    assert common_prefix(A, []) == 0
-
-
-def test_check_names_a_mask_without_an_owner():
+def test_check_names_what_the_tree_has_too_much():
     coming = ComingBlocks(10.0)
-    coming.masks[A[0]] = 1
-    with pytest.raises(ComingCheckError, match="masks name 1 blocks"):
+    claim = coming.claim(0, A, now=0.0)
+    claim.chain = A[:5]
+    with pytest.raises(ComingCheckError, match="5 blocks are claimed, but the tree has 6"):
         coming.check()
 
 
-chains = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(
+chains = st.lists(st.integers(0, 1), min_size=1, max_size=7).map(
     lambda tokens: chain_of(tokens, block_size=1)
 )
+slots = st.sampled_from([0, 1, 70])
 steps = st.lists(
     st.one_of(
-        st.tuples(st.just("claim"), st.integers(0, 1), chains),
+        st.tuples(st.just("claim"), slots, chains),
         st.tuples(st.just("end"), st.integers(0, 20), st.none()),
-        st.tuples(st.just("stored"), st.integers(0, 1), chains),
-        st.tuples(st.just("drop"), st.integers(0, 1), st.none()),
+        st.tuples(st.just("drop"), slots, st.none()),
     ),
-    max_size=30,
+    max_size=40,
 )
 
 
-@settings(max_examples=200, deadline=None)
-@given(steps)
-def test_coming_is_what_requests_in_flight_still_lack(script):
+def common(one, other):
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps, st.lists(chains, min_size=1, max_size=4))
+def test_depths_are_the_longest_prefixes_of_requests_in_flight(script, queries):
     coming, live = ComingBlocks(10.0), []
-    announced: dict[int, set[bytes]] = {0: set(), 1: set()}
     for action, number, chain in script:
         if action == "claim":
-            there = announced[number] | held_by(coming, number)
-            held = 0
-            while held < len(chain) and chain[held] in there:
-                held += 1
-            live.append(coming.claim(number, chain, held, now=0.0))
+            live.append((number, chain, coming.claim(number, chain, now=0.0)))
         elif action == "end" and live:
-            claim = live.pop(number % len(live))
-            coming.end(claim)
-            coming.end(claim)
-        elif action == "stored":
-            announced[number].update(chain)
-            coming.stored(number, chain)
+            coming.end(live.pop(number % len(live))[2])
         elif action == "drop":
             coming.drop(number)
-            live = [claim for claim in live if claim.slot != number]
+            live = [entry for entry in live if entry[0] != number]
         coming.check()
-        for slot in (0, 1):
-            wanted = {block for claim in live if claim.slot == slot for block in claim.chain}
-            assert held_by(coming, slot) == wanted - announced[slot]
+        for query in [*queries, *(entry[1] for entry in live[:2])]:
+            found = depths(coming, query, (1 << 71) - 1, 72)
+            wanted = [0] * 72
+            for slot, claimed, _ in live:
+                wanted[slot] = max(wanted[slot], common(claimed, query))
+            assert found == wanted
+            assert [coming.depth(slot, query) for slot in (0, 1, 70)] == [
+                wanted[slot] for slot in (0, 1, 70)
+            ]
+    for _, _, claim in live:
+        coming.end(claim)
+    coming.check()
+    assert len(coming) == 0

@@ -118,6 +118,41 @@ def test_load_is_the_last_report_plus_own_requests_that_no_report_has_named(flee
     assert fleet.requests_total == 2
 
 
+def test_measured_speeds_and_pairs_reach_the_candidates(fleet):
+    fleet.on_card(card("a"))
+    fleet.on_card(card("b"))
+    load = Load(
+        pending_prefill_tokens=100,
+        pending_prefill_pairs=9000,
+        prefill_s_per_token=1e-4,
+        prefill_s_per_pair=1e-8,
+        free_blocks=50,
+    )
+    fleet.on_report(report("b", load=load))
+    booking = fleet.book(slot_of(fleet, "b"), "r", CHAIN, PROMPT, hit_tokens=20)
+    found = ask(fleet)
+    assert found.s_per_token.tolist() == [0.0, 1e-4]
+    assert found.s_per_pair.tolist() == [0.0, 1e-8]
+    # tokens 20 to 40 look at (40² − 20²)/2 pairs
+    assert found.pending_pairs.tolist() == [0, 9000 + 600]
+    assert found.booked_blocks.tolist() == [0, 5]
+    assert found.chain == CHAIN
+    fleet.release(booking)
+    fleet.on_card(card("b", epoch=2))
+    assert ask(fleet).s_per_token.tolist() == [0.0, 0.0]
+
+
+def test_a_workers_key_is_the_same_in_every_fleet(fleet):
+    other = Fleet()
+    for name in ("a", "b"):
+        fleet.on_card(card(name))
+    for name in ("b", "a"):
+        other.on_card(card(name))
+    mine, theirs = ask(fleet).worker_keys.tolist(), ask(other).worker_keys.tolist()
+    assert mine == theirs[::-1]
+    assert mine[0] != mine[1]
+
+
 def test_load_holds_while_no_report_comes(fleet):
     fleet.on_card(card("a"))
     bookings = [
@@ -143,7 +178,7 @@ def test_blocks_of_requests_in_flight_count_as_coming(fleet, clock):
     longer = chain_of(range(80))
     fleet.book(slot_of(fleet, "b"), "r2", longer, 80, hit_tokens=40)
     assert hits(fleet, chain=longer, prompt=80) == {"a": 0, "b": 76}
-    clock.now += 11.0
+    clock.now += 61.0
     assert hits(fleet, chain=longer, prompt=80) == {"a": 0, "b": 40}
 
 

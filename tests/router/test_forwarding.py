@@ -61,7 +61,7 @@ async def test_an_answer_comes_back_with_what_was_predicted_and_what_was_reused(
         assert count(rig, "predicted_hit_tokens") == 8
         assert count(rig, "hit_tokens") == 4
         assert count(rig, "prompt_tokens") == 11
-        assert count(rig, "decisions", policy="locality") == 1
+        assert count(rig, "decisions", policy="locality", reason="only") == 1
         assert count(rig, "requests", endpoint="/v1/completions", status="200") == 1
 
 
@@ -101,6 +101,26 @@ async def test_chunks_reach_the_client_one_by_one_and_unchanged():
                 assert await response.content.readany() == chunk
                 go_on.release()
             assert await response.content.readany() == b""
+
+
+async def test_regret_is_what_another_worker_would_have_spared():
+    async with Rig(workers=2, policy="round_robin") as rig:
+        for worker in rig.workers:
+            worker.answer = worker.say("hello", hit=4)
+        rig.fleet.on_report(report("w1", stored=chain_of_text("some prompt")))
+        _, headers, _ = await rig.complete("some prompt")
+        assert headers[HEADER_WORKER] == "w0"
+        assert count(rig, "decisions", policy="round_robin", reason="load") == 1
+        assert count(rig, "regret_tokens") == 8 - 4
+        assert count(rig, "overestimated_tokens") == 0
+        _, headers, _ = await rig.complete("some prompt")
+        assert headers[HEADER_WORKER] == "w1"
+        assert count(rig, "decisions", policy="round_robin", reason="hit") == 1
+        assert count(rig, "regret_tokens") == 2 * (8 - 4)
+        assert count(rig, "overestimated_tokens") == 8 - 4
+        await rig.complete("another one")
+        assert count(rig, "decisions", policy="round_robin", reason="cold") == 1
+        assert count(rig, "regret_tokens") == 8
 
 
 async def test_both_hops_send_small_chunks_at_once():

@@ -30,12 +30,13 @@ def test_the_gateway_needs_neither_torch_nor_ray():
 
 async def test_a_chat_reaches_the_worker_as_tokens_of_its_own_template():
     async with Rig() as rig:
-        body = {**HELLO, "cache_salt": "s", "temperature": 0, "stop": ["x"]}
+        body = {**HELLO, "cache_salt": "s", "temperature": 0, "stop": ["x"], "request_type": "q"}
         status, _, _ = await rig.post("/v1/chat/completions", body)
         assert status == 200
         (generate,) = rig.workers[0].requests
         assert len(unpack_tokens(generate.token_ids)) == len("<user>hello<assistant>")
         assert (generate.kind, generate.cache_salt) == ("chat", "s")
+        assert (generate.request_type, generate.turn) == ("q", 1)
         assert (generate.sampling.temperature, generate.sampling.stop) == (0, ["x"])
         # 200 tokens of context less 22 of the prompt, below the default of 1024
         assert generate.sampling.max_tokens == 178
@@ -257,6 +258,8 @@ async def test_metrics_tell_of_fleet_bus_and_requests():
         await rig.complete()
         await rig.post("/v1/completions", b"{")
         await rig.get("/v1/nothing")
+        rig.follower.status.unreadable = 3
+        rig.follower.status.report_ages_s = {"w0": 0.5}
         rig.fleet.on_card(card("b", state="draining"))
         rig.fleet.on_report(
             report(
@@ -270,7 +273,7 @@ async def test_metrics_tell_of_fleet_bus_and_requests():
             'stemroute_requests_total{endpoint="/v1/completions",status="200"} 1.0',
             'stemroute_requests_total{endpoint="/v1/completions",status="400"} 1.0',
             'stemroute_requests_total{endpoint="none",status="404"} 1.0',
-            'stemroute_decisions_total{policy="locality"} 1.0',
+            'stemroute_decisions_total{policy="locality",reason="only"} 1.0',
             "stemroute_decision_seconds_count 1.0",
             "stemroute_first_byte_seconds_count 1.0",
             "stemroute_prompt_tokens_total 11.0",
@@ -283,6 +286,9 @@ async def test_metrics_tell_of_fleet_bus_and_requests():
             "stemroute_bus_stale 0.0",
             "stemroute_bus_reports_total 7.0",
             "stemroute_bus_gaps_total 1.0",
+            "stemroute_bus_repairs_total 1.0",
+            "stemroute_bus_unreadable_total 3.0",
+            'stemroute_worker_report_age_seconds{worker="w0"} 0.5',
             "stemroute_requests_in_flight 0.0",
         } <= set(lines)
 

@@ -142,6 +142,7 @@ def test_prompts_are_text_or_token_ids():
         ({"stop": [1]}, "stop[0]", "wrong type"),
         ({"n": 2}, "n", "send it several times"),
         ({"cache_salt": "x" * 300}, "cache_salt", "at most 256"),
+        ({"request_type": "x" * 65}, "request_type", "at most 64"),
         ({"logprobs": True}, "logprobs", "leave it out"),
         ({"top_logprobs": 3}, "top_logprobs", "leave it out"),
         ({"presence_penalty": 0.5}, "presence_penalty", "set it to 0"),

@@ -20,12 +20,19 @@ TEXT = "a prompt of some blocks"
 class Published:
     """A fake worker with a real publisher."""
 
-    def __init__(self, worker: FakeWorker, redis_url: str, pool: str) -> None:
+    def __init__(
+        self,
+        worker: FakeWorker,
+        redis_url: str,
+        pool: str,
+        bus: BusSettings = QUICK,
+        epoch: int = 1,
+    ) -> None:
         self.worker = worker
-        self.publisher = Publisher(redis_url, pool, QUICK)
-        self.epoch = 1
+        self.publisher = Publisher(redis_url, pool, bus)
+        self.epoch = epoch
         self.held = 0
-        self.publisher.begin(worker.card())
+        self.publisher.begin(worker.card(epoch=epoch))
         self.publisher.update(load=self.load())
         self.task = asyncio.create_task(self.publisher.run())
         worker.on_flush = self.flush
@@ -48,6 +55,7 @@ class Published:
         self.task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self.task
+        await self.publisher.close()
 
 
 async def test_prefixes_flushes_and_deaths_arrive_over_the_bus(redis_url, pool):

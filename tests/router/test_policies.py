@@ -3,34 +3,10 @@
 import random
 from collections import Counter
 
-import numpy as np
 import pytest
 
-from router.policies import Candidates, PolicyError, available, parse_policy
-
-
-def candidates(prompt=1000, hit=None, pending=None, running=None, waiting=None, slots=None):
-    n = next(len(x) for x in (hit, pending, running, waiting, slots) if x is not None)
-
-    def column(values):
-        return np.array(values if values is not None else [0] * n, dtype=np.int64)
-
-    return Candidates(
-        slots=np.array(slots if slots is not None else range(n), dtype=np.int64),
-        hit_tokens=column(hit),
-        pending_tokens=column(pending),
-        running=column(running),
-        waiting=column(waiting),
-        batch=column(running) + column(waiting),
-        free_blocks=column([100] * n),
-        capacity_blocks=column([100] * n),
-        prompt_tokens=prompt,
-        block_size=16,
-    )
-
-
-def choose(policy, given, seed=0):
-    return parse_policy(policy).choose(given, random.Random(seed))
+from router.policies import PolicyError, available, parse_policy
+from tests.router.candidates import candidates, choose
 
 
 @pytest.mark.parametrize(
@@ -146,9 +122,17 @@ def test_no_candidate_is_an_error():
 
 
 def test_names_and_parameters():
-    assert available() == ["round_robin", "least_requests", "locality"]
+    assert set(available()) == {
+        *("round_robin", "random", "least_requests", "power_of_two", "least_tokens", "vllm"),
+        *("prefix_only", "consistent_hash", "sglang", "dynamo", "llmd", "aibrix"),
+        *("additive", "ttft", "locality", "marginal"),
+    }
+    for name in available():
+        assert parse_policy(name).name == name
     assert parse_policy(" locality: tie = 0.05 ").name == "locality:tie=0.05"
     assert parse_policy("locality:tie=0.05").parameters.tie == 0.05
+    assert parse_policy("locality:guard=1").parameters.guard is True
+    assert parse_policy("dynamo:overlap_weight=2.5").parameters.overlap_weight == 2.5
 
 
 @pytest.mark.parametrize(
@@ -156,15 +140,18 @@ def test_names_and_parameters():
     [
         (
             "fastest",
-            "there is no policy 'fastest'; there are round_robin, least_requests, locality",
+            "there is no policy 'fastest'; there are round_robin, random, least_requests",
         ),
         ("", "there is no policy ''"),
         ("locality:tie", "'tie' is not of the form parameter=value"),
         ("locality:tie=1,tie=2", "given twice"),
-        ("locality:weight=2", "has no parameter 'weight'; it has tie"),
+        ("locality:weight=2", "has no parameter 'weight'; it has tie, guard"),
         ("round_robin:step=2", "has no parameter 'step'; it has none"),
         ("locality:tie=much", "tie"),
         ("locality:tie=-1", "tie"),
+        ("locality:guard=perhaps", "guard"),
+        ("consistent_hash:bound=0.9", "bound"),
+        ("dynamo:temperature=-1", "temperature"),
     ],
 )
 def test_a_policy_that_cannot_be_had_is_explained(text, message):

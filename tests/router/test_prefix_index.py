@@ -1,7 +1,7 @@
 """The prefix index finds what plain sets would find."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from router.prefix_index import IndexCheckError, PrefixIndex
@@ -34,9 +34,15 @@ def extends(chain: list[bytes], block: bytes, others: list[list[bytes]]) -> set[
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.parametrize("few", [8, 0])
+@settings(
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(operations, st.lists(chains, min_size=1, max_size=6))
-def test_depths_equal_those_of_plain_sets(steps, queries):
+def test_depths_equal_those_of_plain_sets(monkeypatch, few, steps, queries):
+    monkeypatch.setattr("router.prefix_index.FEW", few)  # 0: every parting is remembered
     index, model = PrefixIndex(), {}
     seen = [chain for _, _, chain in steps]
     for action, slot, chain in steps:
@@ -58,7 +64,7 @@ def test_depths_equal_those_of_plain_sets(steps, queries):
             model[slot] = set()
         index.check()
     asked = sum(1 << slot for slot in model)
-    for query in queries + seen:
+    for query in (queries + seen) * 2:
         depths = index.depths(query, asked, SIZE)
         assert {slot: depths[slot] for slot in model} == {
             slot: naive_depth(held, query) for slot, held in model.items()
@@ -87,11 +93,69 @@ def test_many_slots_of_one_depth_and_an_empty_chain():
     assert not index.depths([], (1 << 100) - 1, 128).any()
 
 
-def test_coming_blocks_extend_what_is_held():
-    index = PrefixIndex()
-    index.store(0, A[:4])
-    coming = dict.fromkeys(A[4:6], 1) | dict.fromkeys(A[:0], 2)
-    assert index.depths(A, 0b11, 8, coming)[:2].tolist() == [6, 0]
+def closed(index, slot, chains):
+    """Whether what the index holds of `chains` for a slot is a prefix of each."""
+    return all(
+        naive_depth(index.blocks_of(slot), chain)
+        == sum(block in index.blocks_of(slot) for block in chain)
+        for chain in chains
+    )
+
+
+def test_beyond_its_bound_the_index_drops_the_deepest_blocks_and_says_so():
+    index = PrefixIndex(max_pairs=25)
+    other = chain_of(range(100, 140))
+    index.store(0, A)
+    index.store(1, A)
+    assert index.problem == ""
+    index.store(0, other)  # 10 + 10 + 10
+    assert index.pairs == 25
+    assert index.depths(other, 0b11, 2).tolist() == [5, 0]
+    assert index.depths(A, 0b11, 2).tolist() == [10, 10]
+    assert (index.count(0), index.dropped(0), index.dropped(1)) == (15, 5, 0)
+    assert "5 cached blocks are left out because 25 are indexed" in index.problem
+    assert "gateway.index_max_pairs" in index.problem
+    index.check()
+    # the worker evicts what the index no longer had, then what it had
+    index.evict(0, other[5:])
+    assert (index.count(0), index.dropped(0), index.problem) == (15, 0, "")
+    index.evict(0, other[:5])
+    index.store(1, other[:3])
+    assert index.depths(other, 0b11, 2).tolist() == [0, 3]
+    index.check()
+
+
+def test_a_worker_with_little_is_not_kept_out_by_one_with_much():
+    index = PrefixIndex(max_pairs=12)
+    index.store(0, A)
+    index.store(1, A)
+    assert index.depths(A, 0b11, 2).tolist() == [6, 6]
+    index.drop(0)
+    index.replace(1, A)
+    assert (index.count(1), index.dropped(1), index.problem) == (10, 0, "")
+    index.check()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(slots, chains), max_size=25),
+    st.integers(1, 12),
+)
+def test_a_bounded_index_never_claims_more_than_a_worker_holds(stored, bound):
+    index, model = PrefixIndex(max_pairs=bound), {}
+    for slot, chain in stored:
+        index.store(slot, chain)
+        model.setdefault(slot, set()).update(chain)
+        index.check()
+        assert index.pairs <= bound
+    asked = sum(1 << slot for slot in model)
+    for _, query in stored:
+        depths = index.depths(query, asked, SIZE)
+        for slot, held in model.items():
+            assert depths[slot] <= naive_depth(held, query)
+            assert index.count(slot) + index.dropped(slot) >= len(held)
+    for slot in model:
+        assert closed(index, slot, [chain for _, chain in stored])
 
 
 def test_a_set_with_a_hole_claims_a_boundary_and_never_more_than_it_holds():

@@ -11,6 +11,7 @@ from __future__ import annotations
 from cluster.blocks import pack_tokens
 from cluster.protocol import Sampling
 from worker.engine import BatchItem, EngineConfig, EngineCore, EngineRequest, Output
+from worker.eviction_choice import parse_eviction
 
 ROOT = b"r" * 32
 VOCABULARY = 7
@@ -74,6 +75,8 @@ class RecordingRunner:
         cache = self.core._cache
         writer: dict[tuple[int, int], str] = {}
         users: dict[int, set[str]] = {}
+        for block in self.core._scheduler._pins:
+            users.setdefault(block, set()).add("a pin")
         for sequence in self.core._scheduler.running.values():
             for block in sequence.block_table:
                 users.setdefault(block, set()).add(sequence.request_id)
@@ -126,6 +129,7 @@ class Rig:
 
     def __init__(self, **overrides) -> None:
         hash_block = overrides.pop("hash_block", None)
+        eviction = overrides.pop("eviction", None)
         defaults = {
             "block_size": 4,
             "capacity_blocks": 32,
@@ -136,6 +140,8 @@ class Rig:
         self.config = EngineConfig(**(defaults | overrides))
         self.runner = RecordingRunner(self.config.block_size)
         extra = {} if hash_block is None else {"hash_block": hash_block}
+        if eviction is not None:
+            extra["make_policy"] = parse_eviction(eviction)
         self.core = EngineCore(self.config, self.runner, **extra)
         self.runner.core = self.core
         self.requests: dict[str, tuple[EngineRequest, list[int]]] = {}
@@ -144,6 +150,8 @@ class Rig:
         self.published: set[bytes] = set()
         self.received: list[str] = []
         self.strict = True
+        self.now = 0.0
+        """Seconds; every step takes one."""
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int = 3, **fields) -> None:
         sampling = Sampling(
@@ -170,7 +178,8 @@ class Rig:
         return True
 
     def step(self) -> list[Output]:
-        outputs = self.core.step()
+        self.now += 1.0
+        outputs = self.core.step(self.now)
         # The core turns a failing runner into error outputs; what the runner asserts must not
         # end there.
         if self.strict and isinstance(self.core.last_failure, AssertionError):
@@ -208,7 +217,8 @@ class Rig:
         assert self.core.step() == []
         load = self.core.load()
         assert (load.running, load.waiting, load.pending_prefill_tokens) == (0, 0, 0)
-        assert load.free_blocks == self.config.capacity_blocks, "blocks leaked"
+        pinned = self.core.stats().pinned_blocks
+        assert load.free_blocks == self.config.capacity_blocks - pinned, "blocks leaked"
         self.verify()
 
     def verify(self) -> None:

@@ -15,13 +15,24 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cluster.blocks import hash_block
+from cluster.blocks import hash_block, pack_tokens
 from cluster.protocol import RequestError
 from tests.worker.recording_runner import VOCABULARY, Rig
 
 ROOTS = [b"a" * 32, b"b" * 32]
 STEMS = [[1] * 24, [1] * 5 + [2] * 19, [1] * 9 + [3] * 15, [4] * 24]
 """Prompts are cut from these, so that most share a prefix of some length with others."""
+
+
+EVICTION = ["lru", "lfu", "ttl:ttl_s=9", "workload_aware"]
+
+
+def hash_chain(hash_block, root, tokens, size):
+    hashes: list[bytes] = []
+    for end in range(size, len(tokens) + 1, size):
+        part = pack_tokens(tokens[end - size : end])
+        hashes.append(hash_block(hashes[-1] if hashes else root, part))
+    return hashes
 
 
 def weak_hash(parent: bytes, packed: bytes) -> bytes:
@@ -42,6 +53,7 @@ class World:
             **config,
         )
         self.count = 0
+        self.pinned = 0
         self.received: list[str] = []
         self.live: list[str] = []
 
@@ -85,11 +97,27 @@ class World:
             assert all(o.finish_reason == "error" and o.error for o in outputs)
             self.consistent()
 
+    def only_pinned(self) -> int:
+        """Pinned blocks that no sequence uses."""
+        scheduler = self.rig.core._scheduler
+        used = {b for s in scheduler.running.values() for b in s.block_table}
+        return len(set(scheduler._pins) - used)
+
     def flush(self) -> None:
-        free = self.rig.core.load().free_blocks
+        free, pinned = self.rig.core.load().free_blocks, self.only_pinned()
         self.rig.core.flush()
         assert self.rig.core.cached_blocks() == []
-        assert self.rig.core.load().free_blocks == free
+        assert self.rig.core.load().free_blocks == free + pinned
+        self.consistent()
+
+    def pin(self, prompt, root) -> None:
+        """Pinned is what was cached of it, as far as the limit goes."""
+        core, size = self.rig.core, self.rig.config.block_size
+        pinned = core.pin(root, pack_tokens(prompt)) // size
+        hashes = hash_chain(self.hash_block, root, prompt, size)
+        blocks = core._cache._blocks
+        assert {blocks[h] for h in hashes[:pinned]} <= set(core._scheduler._pins)
+        self.pinned += pinned
         self.consistent()
 
     def consistent(self) -> None:
@@ -101,11 +129,13 @@ class World:
             assert any(p in cached or p in ROOTS for p in parents), "not prefix-closed"
         load = core.load()
         assert load.cached_blocks == len(cached)
+        assert core._pool.kept <= self.rig.config.keep_limit
         if not self.rig.config.prefix_caching:
             assert not cached
         free = set(core._pool.free_list())
         scheduler = core._scheduler
-        used = {b for s in scheduler.running.values() for b in s.block_table}
+        assert len(scheduler._pins) == len(set(scheduler._pins)) <= self.rig.config.pin_limit
+        used = {b for s in scheduler.running.values() for b in s.block_table} | {*scheduler._pins}
         assert not free & used
         assert free | used == set(range(1, self.rig.config.capacity_blocks + 1))
         assert load.running == len(scheduler.running) <= self.rig.config.max_batch_size
@@ -155,9 +185,26 @@ class EngineMachine(RuleBasedStateMachine):
         max_waiting=st.sampled_from([100, 3]),
         weak=st.sampled_from([False, False, True]),
         caching=st.sampled_from([True] * 7 + [False]),
+        share=st.sampled_from([1.0, 1.0, 0.5, 0.0]),
+        pin=st.sampled_from([0.0, 0.3]),
+        eviction=st.sampled_from(EVICTION),
         burst=bursts,
     )
-    def start(self, block_size, capacity, budget, chunk, batch, max_waiting, weak, caching, burst):
+    def start(
+        self,
+        block_size,
+        capacity,
+        budget,
+        chunk,
+        batch,
+        max_waiting,
+        weak,
+        caching,
+        share,
+        pin,
+        eviction,
+        burst,
+    ):
         self.world = World(
             weak=weak,
             block_size=block_size,
@@ -167,6 +214,9 @@ class EngineMachine(RuleBasedStateMachine):
             chunk_tokens=chunk,
             max_waiting=max_waiting,
             prefix_caching=caching,
+            cache_share=share,
+            pin_share=pin,
+            eviction=eviction,
         )
         self.add(burst)
         self.quiet = 0
@@ -195,6 +245,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.quiet += count
         for _ in range(count):
             self.world.step()
+
+    @rule(prompt=prompts, root=st.sampled_from(ROOTS))
+    def pin(self, prompt, root):
+        self.world.pin(prompt, root)
 
     @rule()
     def publish(self):
@@ -230,7 +284,7 @@ TestEngineMachine = EngineMachine.TestCase
 
 
 def play(seed: int):
-    """150 random operations on one engine. Returns its statistics."""
+    """150 random operations on one engine. Returns its statistics, and how much was pinned."""
     rng = random.Random(seed)
     world = World(
         weak=seed % 5 == 4,
@@ -240,6 +294,9 @@ def play(seed: int):
         token_budget=rng.choice([1, 5, 12, 40, 100]),
         chunk_tokens=rng.choice([0, 1, 3, 4, 7, 16]),
         prefix_caching=seed % 10 != 7,
+        cache_share=rng.choice([1.0, 1.0, 0.4]),
+        pin_share=rng.choice([0.0, 0.2]),
+        eviction=EVICTION[seed % len(EVICTION)],
     )
     for _ in range(150):
         chance = rng.random()
@@ -261,23 +318,29 @@ def play(seed: int):
             world.flush()
         elif chance < 0.42:
             world.fail()
+        elif chance < 0.44:
+            world.pin(rng.choice(STEMS), rng.choice(ROOTS))
         elif chance < 0.50:
             world.rig.publish()
         else:
             world.step()
-    return world.close()
+    return world.close(), world.pinned
 
 
 def test_long_random_schedules():
     totals: Counter[str] = Counter()
     for seed in range(80):
-        stats = play(seed)
+        stats, pinned = play(seed)
         for name in stats.__struct_fields__:
             totals[name] += getattr(stats, name)
+        totals["pinned"] += pinned
     reached = {
         "hits": 100,
         "partial_hits": 100,
-        "evictions": 1000,
+        "evictions_for_space": 500,
+        "evictions_over_share": 200,
+        "evictions_expired": 100,
+        "pinned": 50,
         "preemptions": 100,
         "resumed_tokens": 100,
         "duplicates": 20,

@@ -30,10 +30,16 @@ class Watching:
     def withdrawn(self, block):
         self.leaves.remove(block)
 
-    def victim(self):
+    def victim(self, now):
         block = self.order(sorted(self.leaves))
         self.leaves.remove(block)
         return block
+
+    def expired(self, now):
+        return 0
+
+    def clear(self):
+        self.leaves.clear()
 
 
 def true_leaves(pool, cache):
@@ -53,8 +59,8 @@ def play(cache, tokens, use=USE):
         parent_key = hashes[index - 1] if index else b"r" * 32
         parent = table[-1] if table else 0
         part = packed[4 * index : 4 * index + 4]
-        block = cache.allocate()
-        table.append(cache.store(block, hashes[index], parent, parent_key, part, use))
+        block, here = cache.allocate(), use._replace(depth=index)
+        table.append(cache.store(block, hashes[index], parent, parent_key, part, here))
     return table
 
 
@@ -99,7 +105,7 @@ def test_a_policy_is_told_who_uses_which_blocks():
     cache = PrefixCache(pool, policy, 1)
     first, second = BlockUse(1.0, 0, 2), BlockUse(2.0, 0, 2)
     table = play(cache, [1, 2], first)
-    assert policy.uses == [([table[0]], first), ([table[1]], first)]
+    assert policy.uses == [([table[0]], first), ([table[1]], first._replace(depth=1))]
     policy.uses.clear()
     play(cache, [1, 2], second)
     assert policy.uses == [(table, second)]
@@ -117,10 +123,10 @@ def test_lru_evicts_the_leaf_released_longest_ago(seed):
     evicted = []
     lru_victim = lru.victim
 
-    def checked_victim():
+    def checked_victim(now):
         leaves = true_leaves(pool, cache)
         expected = min(leaves, key=released_at.__getitem__)
-        block = lru_victim()
+        block = lru_victim(now)
         assert block == expected
         evicted.append(block)
         return block

@@ -6,7 +6,8 @@ attention looks at which sequence a row belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -60,6 +61,26 @@ class LlamaModel:
         self.head = quickest(Linear(head, None))
         take.finish()
         self._inverse_frequencies = config.rope.inverse_frequencies(head_dim).to(self.device)
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """All weights, in an order that depends on the configuration only."""
+        for part in (self.embedding, self.head, self.norm, *chain.from_iterable(self.layers)):
+            if isinstance(part, Linear):
+                yield from (tensor for tensor in part if tensor is not None)
+            elif part is not None:
+                yield part
+
+    def adopt(self, other: LlamaModel) -> None:
+        """Take over the weights of a model of the same configuration and dtype, in place.
+
+        The tensors stay where they are, so no memory for a second copy is needed on the device and
+        whatever refers to them goes on. `other` may lie on another device. Raises ValueError where
+        it is no model of the same shape.
+        """
+        if (self.config, self.dtype) != (other.config, other.dtype):
+            raise ValueError("only a model of the same configuration and dtype can be adopted")
+        for mine, theirs in zip(self.parameters(), other.parameters(), strict=True):
+            mine.copy_(theirs)
 
     def forward(
         self,

@@ -1,0 +1,343 @@
+"""What a router makes of the workers' reports: apply, mend or refuse. No I/O, no clock.
+
+`Following` is fed with the stream's entries in the order in which they are read. Where an entry
+is not enough it answers with a `Need`: the caller reads that worker's card and whole set and
+hands them to `settle`. Whatever is lost, repeated, late or out of order, the sink ends up with
+what the workers published last:
+
+    entry ──take──▶ next in line ─────────▶ sink.on_report
+                    hole, new epoch, resync ─▶ Need ──(read)──settle──▶ sink.on_snapshot
+                    old ───────────────────▶ its load, if newer, and the ids it names
+"""
+
+from __future__ import annotations
+
+import logging
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from cluster.protocol import PROTOCOL_VERSION, Report, WorkerCard
+
+log = logging.getLogger(__name__)
+
+
+class FleetSink(Protocol):
+    """Who is told. Calls come in order, from the event loop's thread."""
+
+    def on_card(self, card: WorkerCard) -> None:
+        """A new worker, a new epoch of one, or a changed card."""
+
+    def on_snapshot(self, worker: str, epoch: int, hashes: list[bytes]) -> None:
+        """This is the worker's whole set now."""
+
+    def on_report(self, report: Report) -> bool | None:
+        """Apply a report. False: what is known of this worker does not agree with it."""
+
+    def on_gone(self, worker: str, reason: str) -> None:
+        """The worker left, or its lease ended."""
+
+
+class Held(NamedTuple):
+    """What Redis holds of a worker, read in one transaction.
+
+    epoch, sequence   of its last report
+    card              its WorkerCard (JSON)
+    hashes            its block set
+    """
+
+    epoch: int
+    sequence: int
+    card: bytes
+    hashes: list[bytes]
+
+
+class Need(NamedTuple):
+    """Read this worker's `Held` and call `settle`.
+
+    report   the report that showed the need; None where there was none
+    repair   the worker was known, so its set is read again
+    """
+
+    worker: str
+    report: Report | None
+    repair: bool
+
+
+class Verdict(Enum):
+    """What to do with a report."""
+
+    APPLY = "apply"
+    IGNORE = "ignore"
+    SNAPSHOT = "snapshot"
+
+
+class Tracker:
+    """Where a follower stands with one worker: epoch and sequence of what it knows.
+
+    Epochs only grow. Within an epoch reports apply in order without holes; whatever else
+    happens (a lost, late or repeated report, a later epoch) ends in APPLY of the next report in
+    line, IGNORE of an old one, or SNAPSHOT.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = -1
+        self.sequence = 0
+        self.gaps = 0
+
+    def snapshot(self, epoch: int, sequence: int) -> bool:
+        """A whole set was read. False where it is older than what is known: drop it."""
+        if (epoch, sequence) < (self.epoch, self.sequence):
+            return False
+        self.epoch, self.sequence = epoch, sequence
+        return True
+
+    def offer(self, epoch: int, sequence: int, *, resync: bool) -> Verdict:
+        """Judge a report; APPLY also takes note of it."""
+        if epoch < self.epoch or (epoch == self.epoch and sequence <= self.sequence):
+            return Verdict.IGNORE
+        if epoch > self.epoch:
+            return Verdict.SNAPSHOT
+        if sequence == self.sequence + 1 and not resync:
+            self.sequence = sequence
+            return Verdict.APPLY
+        self.gaps += sequence != self.sequence + 1
+        return Verdict.SNAPSHOT
+
+
+class _Known:
+    """A worker that the sink knows.
+
+    heard_at      its lease counts from here
+    reported_at   when its last report in line came
+    newest        the last report in line that the sink got
+    """
+
+    def __init__(self, now: float) -> None:
+        self.tracker = Tracker()
+        self.heard_at = self.reported_at = now
+        self.newest: Report | None = None
+
+
+class _Refused(NamedTuple):
+    epoch: int
+    reason: str
+
+
+class _Envelope(msgspec.Struct):
+    """What can be told of a message whose other fields this router does not understand."""
+
+    worker: str
+    version: int
+    epoch: int = 0
+
+
+class Following:
+    """Feeds a sink with what a pool's workers report.
+
+    Attributes count since the start: `reports` applied, `gaps` found (holes in a sequence, sets
+    that disagree), `repairs` (whole sets read to mend), `unreadable`
+    messages.
+    """
+
+    def __init__(
+        self, sink: FleetSink, *, secret: bytes, lease_s: float, heartbeat_s: float
+    ) -> None:
+        self.reports = 0
+        self.gaps = 0
+        self.repairs = 0
+        self.unreadable = 0
+        self._sink = sink
+        self._secret = secret
+        self._lease_s = lease_s
+        self._heartbeat_s = heartbeat_s
+        self._workers: dict[str, _Known] = {}
+        self._refused: dict[str, _Refused] = {}
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Worker -> why it is not used, in words."""
+        return {worker: refused.reason for worker, refused in self._refused.items()}
+
+    def report_ages_s(self, now: float) -> dict[str, float]:
+        """Worker -> seconds since its last report, or since it was found without one."""
+        return {name: max(0.0, now - known.reported_at) for name, known in self._workers.items()}
+
+    def knows(self, worker: str) -> bool:
+        """Whether the sink has this worker."""
+        return worker in self._workers
+
+    def tracker(self, worker: str) -> Tracker:
+        """Where this follower stands with a worker. Raises KeyError for an unknown one."""
+        return self._workers[worker].tracker
+
+    def take(self, raw: bytes, now: float) -> Need | None:
+        """The next entry of the stream (msgpack Report). `now`: seconds, monotonic."""
+        try:
+            report = msgspec.msgpack.decode(raw, type=Report)
+        except msgspec.DecodeError as error:
+            self._unreadable(raw, f"its reports cannot be read: {error}")
+            return None
+        worker = report.worker
+        if report.version != PROTOCOL_VERSION:
+            self._refuse(worker, report.epoch, _wrong_version(report.version))
+            return None
+        known = self._workers.get(worker)
+        if report.state == "gone":
+            self._signed_off(known, report)
+            return None
+        if known is None:
+            refused = self._refused.get(worker)
+            if refused is not None and report.epoch <= refused.epoch:
+                return None
+            return Need(worker, report, repair=False)
+        gaps = known.tracker.gaps
+        verdict = known.tracker.offer(report.epoch, report.sequence, resync=report.resync)
+        self.gaps += known.tracker.gaps - gaps
+        if verdict is Verdict.IGNORE:
+            self._tell_of_old(known, report)
+            return None
+        known.heard_at = known.reported_at = now
+        if verdict is Verdict.SNAPSHOT:
+            return Need(worker, report, repair=True)
+        known.newest = report
+        self.reports += 1
+        if self._sink.on_report(report) is False:
+            self.gaps += 1
+            log.warning("the index of %s does not agree with its report: reading it again", worker)
+            return Need(worker, None, repair=True)
+        return None
+
+    def settle(self, need: Need, held: Held | None, now: float) -> None:
+        """What Redis holds of `need.worker`; None where its lease has ended."""
+        if held is not None:
+            self._snapshot(need, held, now)
+        known = self._workers.get(need.worker)
+        report = need.report
+        if known is None or report is None or known.tracker.epoch != report.epoch:
+            return
+        self.reports += 1
+        self._tell_of_old(known, report)
+
+    def renew_leases(self, now: float) -> None:
+        """Redis was away: it may be empty at first, so every worker gets its lease anew."""
+        for known in self._workers.values():
+            known.heard_at = now
+
+    def silent(self, now: float) -> list[str]:
+        """Workers without a report for a lease: ask Redis, then call `answer_silence`."""
+        return [
+            worker
+            for worker, known in self._workers.items()
+            if now - known.heard_at >= self._lease_s
+        ]
+
+    def answer_silence(self, worker: str, *, has_lease: bool, now: float) -> None:
+        """Whether Redis still has the lease of a silent worker. Without it the worker is gone."""
+        known = self._workers.get(worker)
+        if known is None:
+            return
+        if has_lease:
+            known.heard_at = now - self._lease_s + self._heartbeat_s  # look again after that
+        else:
+            self._forget(worker, f"no report for {self._lease_s:g} s")
+
+    def forgive(self, worker: str) -> None:
+        """A refused worker has gone."""
+        self._refused.pop(worker, None)
+
+    def _snapshot(self, need: Need, held: Held, now: float) -> None:
+        worker = need.worker
+        try:
+            card = msgspec.json.decode(held.card, type=WorkerCard)
+        except msgspec.DecodeError as error:
+            problem = _version_problem(held.card) or f"its card cannot be read: {error}"
+            self._refuse(worker, held.epoch, problem)
+            return
+        problem = card_problem(card, self._secret)
+        if problem:
+            self._refuse(worker, held.epoch, problem)
+            return
+        self._refused.pop(worker, None)
+        known = self._workers.setdefault(worker, _Known(now))
+        if not known.tracker.snapshot(card.epoch, held.sequence):
+            return
+        self.repairs += need.repair
+        self._sink.on_card(card)
+        self._sink.on_snapshot(worker, card.epoch, held.hashes)
+
+    def _tell_of_old(self, known: _Known, report: Report) -> None:
+        """A report whose blocks are known already: its load, if newer, and the ids it names.
+
+        A snapshot may run ahead of the stream, so reports come whose blocks it includes.
+        """
+        if report.epoch != known.tracker.epoch:
+            return
+        newest = known.newest
+        if newest is None or (newest.epoch, newest.sequence) < (report.epoch, report.sequence):
+            known.newest = newest = report
+        elif not report.received:
+            return
+        self._sink.on_report(
+            msgspec.structs.replace(newest, received=report.received, stored=b"", evicted=b"")
+        )
+
+    def _signed_off(self, known: _Known | None, report: Report) -> None:
+        if known is not None and report.epoch >= known.tracker.epoch:
+            self._forget(report.worker, "it has left")
+        refused = self._refused.get(report.worker)
+        if refused is not None and report.epoch >= refused.epoch:
+            del self._refused[report.worker]
+
+    def _unreadable(self, raw: bytes, reason: str) -> None:
+        self.unreadable += 1
+        try:
+            envelope = msgspec.msgpack.decode(raw, type=_Envelope)
+        except msgspec.DecodeError:
+            log.warning("an entry of the stream cannot be read, nor from whom it is: %s", reason)
+            return
+        if envelope.version != PROTOCOL_VERSION:
+            reason = _wrong_version(envelope.version)
+        self._refuse(envelope.worker, envelope.epoch, reason)
+
+    def _refuse(self, worker: str, epoch: int, reason: str) -> None:
+        known = self._workers.get(worker)
+        if known is not None and epoch < known.tracker.epoch:
+            return  # a former life under this name
+        before = self._refused.get(worker)
+        if before is not None and epoch < before.epoch:
+            return
+        if before is None or before.reason != reason:
+            log.warning("worker %s is refused: %s", worker, reason)
+        self._refused[worker] = _Refused(epoch, reason)
+        if known is not None:
+            self._forget(worker, reason)
+
+    def _forget(self, worker: str, reason: str) -> None:
+        del self._workers[worker]
+        self._sink.on_gone(worker, reason)
+
+
+def card_problem(card: WorkerCard, secret: bytes) -> str:
+    """Why a router with this secret cannot use the worker, in words; "" where it can."""
+    if card.version != PROTOCOL_VERSION:
+        return _wrong_version(card.version)
+    if card.namespace.check(secret) != card.namespace_check:
+        return (
+            "its block hashes differ from this router's: worker and router have different "
+            "secrets (STEMROUTE_SECRET) or hash differently"
+        )
+    return ""
+
+
+def _version_problem(card: bytes) -> str:
+    try:
+        version = msgspec.json.decode(card, type=_Envelope).version
+    except msgspec.DecodeError:
+        return ""
+    return _wrong_version(version) if version != PROTOCOL_VERSION else ""
+
+
+def _wrong_version(version: int) -> str:
+    return f"it speaks protocol version {version}, this router {PROTOCOL_VERSION}: upgrade one"

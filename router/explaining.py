@@ -1,0 +1,204 @@
+"""Why a request goes where it goes: the table behind a decision, and its reason in one word."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from cluster.protocol import WorkerState
+from router.fleet import Fleet
+from router.member import Member
+from router.policies import Candidates, Policy
+
+Reason = Literal["only", "cold", "hit", "load"]
+
+REASONS: dict[Reason, str] = {
+    "only": "no other worker may serve it",
+    "cold": "no worker holds any of its prefix, so the load decides",
+    "hit": "no worker holds more of its prefix",
+    "load": "another worker holds more of its prefix, but costs more",
+}
+
+
+class ExplainedWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker in the light of one request. Tokens are prompt tokens.
+
+    hit_tokens     expected not to be computed: published blocks and those on their way there
+    coming_tokens  of these, on their way: requests in flight there will have computed them
+    new_tokens     what it would compute
+    pending_tokens, batch   its load: tokens to compute for others; requests running and waiting
+    cost           by the policy, the least wins; None where the worker is left out
+    left_out       why it is no candidate, "" where it is one
+    """
+
+    worker: str
+    state: WorkerState
+    hit_tokens: int
+    coming_tokens: int
+    new_tokens: int
+    pending_tokens: int
+    batch: int
+    free_blocks: int
+    cost: float | None
+    chosen: bool
+    left_out: str
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `POST /admin/explain`. Nothing was sent, booked or remembered.
+
+    blocks          full blocks of the prompt
+    chosen          worker that this decision takes, "" where none may serve; near-ties fall
+                    to chance, so that the next decision may take another
+    reason          one of REASONS, or "" ; `because` says it in words
+    second          next best by cost, "" where there is none
+    margin          cost of `second` minus cost of `chosen`; below 0 where the policy looks at
+                    more than cost; `margin_share` is that over the cost of `chosen`
+    workers         candidates by cost, then those left out by name
+    """
+
+    model: str
+    kind: str
+    policy: str
+    prompt_tokens: int
+    blocks: int
+    block_size: int
+    chosen: str
+    reason: str
+    because: str
+    second: str
+    margin: float | None
+    margin_share: float | None
+    workers: list[ExplainedWorker]
+
+
+def reason_of(candidates: Candidates, chosen: int) -> Reason:
+    """Which of REASONS holds for the chosen entry of `candidates`."""
+    hits = candidates.hit_tokens
+    if len(hits) == 1:
+        return "only"
+    best = int(hits.max())
+    if best == 0:
+        return "cold"
+    return "hit" if int(hits[chosen]) == best else "load"
+
+
+def explain(
+    fleet: Fleet,
+    policy: Policy,
+    rng: random.Random,
+    *,
+    model: str,
+    kind: str,
+    chain: Sequence[bytes],
+    prompt_tokens: int,
+) -> Explanation:
+    """Decide as for a request with these block hashes, and show what the decision saw."""
+    members = fleet.members()
+    candidates = fleet.candidates(model, chain, prompt_tokens)
+    costs: dict[int, float] = {}
+    hits: dict[int, int] = {}
+    chosen = -1
+    reason: Reason | Literal[""] = ""
+    if candidates is not None:
+        # a copy: policies such as round_robin remember their decisions
+        trial = policy._replace(state=copy.deepcopy(policy.state))
+        decision = trial.choose(candidates, rng)
+        slots = candidates.slots.tolist()
+        costs = dict(zip(slots, decision.costs.tolist(), strict=True))
+        hits = dict(zip(slots, candidates.hit_tokens.tolist(), strict=True))
+        chosen = slots[decision.chosen]
+        reason = reason_of(candidates, decision.chosen)
+    block_size = _block_size(members, model)
+    published = _published(fleet, members, chain, prompt_tokens, block_size)
+    rows = []
+    for member in members:
+        hit, load = published[member.slot], fleet.load_of(member)
+        expected = hits.get(member.slot, hit)
+        cost = costs.get(member.slot)
+        rows.append(
+            ExplainedWorker(
+                worker=member.card.worker,
+                state=member.state,
+                hit_tokens=expected,
+                coming_tokens=max(0, expected - hit),
+                new_tokens=max(1, prompt_tokens - expected),
+                pending_tokens=load.pending_prefill_tokens,
+                batch=load.batch,
+                free_blocks=load.free_blocks,
+                cost=cost if cost is not None and math.isfinite(cost) else None,
+                chosen=member.slot == chosen,
+                left_out="" if cost is not None else _why_left_out(member, model, prompt_tokens),
+            )
+        )
+    rows.sort(key=_order)
+    ranked = [row for row in rows if row.cost is not None]
+    first = next((row for row in rows if row.chosen), None)
+    second = next((row for row in ranked if not row.chosen), None)
+    margin = share = None
+    if first and second and first.cost is not None and second.cost is not None:
+        margin = second.cost - first.cost
+        share = margin / abs(first.cost) if first.cost else None
+    return Explanation(
+        model=model,
+        kind=kind,
+        policy=policy.name,
+        prompt_tokens=prompt_tokens,
+        blocks=len(chain),
+        block_size=block_size,
+        chosen=first.worker if first else "",
+        reason=reason,
+        because=REASONS[reason] if reason else "no worker may serve it",
+        second=second.worker if second else "",
+        margin=margin,
+        margin_share=share,
+        workers=rows,
+    )
+
+
+def _order(row: ExplainedWorker) -> tuple[bool, bool, float, str]:
+    cost = math.inf if row.cost is None else row.cost
+    return (bool(row.left_out), not row.chosen, cost, row.worker)
+
+
+def _block_size(members: Sequence[Member], model: str) -> int:
+    usable = [m.card for m in members if m.card.model == model and m.usable]
+    return usable[0].namespace.block_size if usable else 0
+
+
+def _published(
+    fleet: Fleet,
+    members: Sequence[Member],
+    chain: Sequence[bytes],
+    prompt_tokens: int,
+    block_size: int,
+) -> dict[int, int]:
+    """Slot -> prompt tokens of which the worker has announced the blocks."""
+    if not members or not block_size:
+        return {member.slot: 0 for member in members}
+    reusable = chain[: (prompt_tokens - 1) // block_size]
+    mask = sum(1 << member.slot for member in members)
+    size = max(member.slot for member in members) + 1
+    depths: list[int] = np.asarray(fleet.index.depths(reusable, mask, size)).tolist()
+    return {member.slot: depths[member.slot] * block_size for member in members}
+
+
+def _why_left_out(member: Member, model: str, prompt_tokens: int) -> str:
+    """Why a worker that is no candidate is none, in words."""
+    card = member.card
+    if card.model != model:
+        return f"it serves {card.model}"
+    if member.refused:
+        return member.refused
+    if member.state != "ready":
+        return f"it is {member.state}"
+    if member.suspect_until:
+        return "it refused a connection; its next report brings it back"
+    needed = -(-prompt_tokens // card.namespace.block_size)
+    return f"it has no room: {member.load.free_blocks} blocks are free, the prompt takes {needed}"

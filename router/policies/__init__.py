@@ -1,0 +1,29 @@
+"""Where a request goes: pure functions over arrays.
+
+The gateway and the simulator call the same objects. A policy sees its candidates as arrays
+with one entry a worker, gets its state and its random numbers passed in, and answers with the
+chosen entry and the cost of every entry, so that each decision can be explained. The least
+cost wins.
+
+    base.py       candidates, decisions, the tie rule, which workers have room
+    spreading.py  policies that look at load alone
+    affinity.py   policies that look at the prefix alone, or first
+    peers.py      the scores of other routers
+    scores.py     LMetric's score and its relatives, in tokens and in seconds
+    hotspot.py    the guard against a prefix that draws all traffic to its holders
+    registry.py   policies by name, with parameters
+"""
+
+from router.policies.base import Candidates, Decision, Policy, PolicyError, least, with_room
+from router.policies.registry import available, parse_policy
+
+__all__ = [
+    "Candidates",
+    "Decision",
+    "Policy",
+    "PolicyError",
+    "available",
+    "least",
+    "parse_policy",
+    "with_room",
+]

@@ -1,0 +1,150 @@
+"""What every policy shares: the candidates it sees, the decision it gives, the tie rule."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+
+
+class Candidates(NamedTuple):
+    """The workers that may serve a request. Arrays are `[n]`, n at least 1, in one order.
+
+    slots            a number for each worker, the same from request to request
+    hit_tokens       prompt tokens that the worker is expected not to compute
+    pending_tokens   prompt tokens that it still has to compute for others
+    running          requests admitted
+    waiting          requests not yet admitted, those on their way to it included
+    batch            running + waiting
+    free_blocks      KV blocks that no sequence references
+    capacity_blocks  KV blocks in all
+    prompt_tokens    tokens of this request's prompt
+    block_size       tokens in a block
+    chain            hashes of the prompt's full blocks
+    booked_blocks    blocks that requests on their way to it will take; None: none
+    worker_keys      a number for each worker, the same at every gateway; None: the slots
+    pending_pairs    query-key pairs of the pending tokens' attention; None: unknown
+    s_per_token      measured seconds to prefill a token; 0 or None: not measured
+    s_per_pair       seconds on top for each query-key pair of its attention
+    """
+
+    slots: IntArray
+    hit_tokens: IntArray
+    pending_tokens: IntArray
+    running: IntArray
+    waiting: IntArray
+    batch: IntArray
+    free_blocks: IntArray
+    capacity_blocks: IntArray
+    prompt_tokens: int
+    block_size: int
+    chain: Sequence[bytes] = ()
+    booked_blocks: IntArray | None = None
+    worker_keys: IntArray | None = None
+    pending_pairs: IntArray | None = None
+    s_per_token: FloatArray | None = None
+    s_per_pair: FloatArray | None = None
+
+    @property
+    def new_tokens(self) -> IntArray:
+        """Prompt tokens that each worker would have to compute: at least 1."""
+        new: IntArray = self.prompt_tokens - self.hit_tokens
+        return np.maximum(new, 1, out=new)
+
+    def only(self, kept: BoolArray) -> Candidates:
+        """The candidates where `kept` (`[n]`) is true."""
+        return Candidates._make(
+            value[kept] if isinstance(value, np.ndarray) else value for value in self
+        )
+
+
+class Decision(NamedTuple):
+    """What a policy chose.
+
+    chosen  entry of the candidates
+    costs   `[n]`, what each entry was judged by; the least wins, near-ties by the tie rule.
+            Infinite for an entry that was left out
+    """
+
+    chosen: int
+    costs: FloatArray
+
+
+class PolicyError(ValueError):
+    """A policy that cannot be had. Its text says which there are."""
+
+
+Function = Callable[[Candidates, Any, Any, random.Random], Decision]
+"""A policy: candidates, parameters, state, chance."""
+
+
+class Policy(NamedTuple):
+    """A policy with its parameters, ready to be asked.
+
+    name     as in `parse_policy`, with the parameters that were given
+    state    what it remembers between requests; None where it remembers nothing
+    """
+
+    name: str
+    function: Function
+    parameters: msgspec.Struct
+    state: Any
+
+    def choose(self, candidates: Candidates, rng: random.Random) -> Decision:
+        """Choose one of `candidates`. Raises ValueError where there is none."""
+        if not len(candidates.slots):
+            raise ValueError("a policy needs at least one candidate")
+        return self.function(candidates, self.parameters, self.state, rng)
+
+
+class NoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of a policy that has nothing to set."""
+
+
+def least(costs: FloatArray, candidates: Candidates, tie: float, rng: random.Random) -> int:
+    """The entry of least cost, by the tie rule.
+
+    Entries within the share `tie` of the least cost are as good; of those the smallest batch
+    wins, then the fewest pending tokens, then chance: never "the first", which would be the
+    same worker each time.
+    """
+    lowest = float(costs.min())
+    near = (costs <= lowest + tie * abs(lowest)).nonzero()[0]
+    for load in (candidates.batch, candidates.pending_tokens):
+        if len(near) == 1:
+            break
+        loads = load[near]
+        near = near[loads == loads.min()]
+    return int(near[0] if len(near) == 1 else near[rng.randrange(len(near))])
+
+
+def any_least(costs: FloatArray, rng: random.Random) -> int:
+    """One of the entries of least cost, by chance alone."""
+    near = np.flatnonzero(costs == costs.min())
+    return int(near[0] if len(near) == 1 else near[rng.randrange(len(near))])
+
+
+def with_room(candidates: Candidates) -> BoolArray | None:
+    """`[n]`: whether each worker's pool can take the prompt now. None: all of them can.
+
+    It must have a free block for each block that the prompt does not find in the cache, those
+    promised to requests on their way left out. An idle worker always has room: what it can
+    never hold is refused by its context.
+    """
+    size = candidates.block_size
+    free = candidates.free_blocks
+    if candidates.booked_blocks is not None:
+        free = free - candidates.booked_blocks
+    if int(free.min()) * size >= candidates.prompt_tokens:
+        return None
+    needed = (candidates.new_tokens + (size - 1)) // size
+    room: BoolArray = (free >= needed) | (candidates.batch == 0)
+    return None if room.all() else room

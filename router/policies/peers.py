@@ -1,0 +1,155 @@
+"""The scores of other routers, for comparison on the same arrays.
+
+Each is the published rule on this router's own, exact hits and loads, so a comparison is of
+rules alone. "Running" at a router is what it has in flight, so it is `batch` here.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from router.policies.base import Candidates, Decision, FloatArray, any_least, least
+
+Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0.0)]
+
+
+class SglangParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """cache_threshold        a best match of more than this share of the prompt is followed
+    balance_abs_threshold  requests by which the fullest worker may lead the emptiest, and
+    balance_rel_threshold  how many times as many; beyond both, load alone decides
+    """
+
+    cache_threshold: Share = 0.3
+    balance_abs_threshold: NotNegative = 64.0
+    balance_rel_threshold: NotNegative = 1.5
+
+
+def sglang(
+    candidates: Candidates, parameters: SglangParameters, state: None, rng: random.Random
+) -> Decision:
+    """Least load where the fleet is out of balance, else the best match, else least load.
+
+    Out of balance: `max − min > 64` and `max > 1.5 × min`. Cost: the batch where load decides,
+    the prompt tokens left where the match does. Source: SGLang's `cache_aware` policy with the
+    defaults of its command line.
+    """
+    batch = candidates.batch
+    most, fewest = int(batch.max()), int(batch.min())
+    unbalanced = (
+        most - fewest > parameters.balance_abs_threshold
+        and most > parameters.balance_rel_threshold * fewest
+    )
+    best = int(candidates.hit_tokens.max())
+    follows = best > parameters.cache_threshold * candidates.prompt_tokens
+    if follows and not unbalanced:
+        costs = (candidates.prompt_tokens - candidates.hit_tokens).astype(np.float64)
+    else:
+        costs = batch.astype(np.float64)
+    return Decision(least(costs, candidates, 0.0, rng), costs)
+
+
+class DynamoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """overlap_weight  weight of prefill against decode blocks
+    credit          share of a hit that counts (1 for blocks on the device)
+    temperature     of a softmax over the normalised costs; 0 takes the least
+    """
+
+    overlap_weight: NotNegative = 1.0
+    credit: NotNegative = 1.0
+    temperature: NotNegative = 0.0
+
+
+def dynamo(
+    candidates: Candidates, parameters: DynamoParameters, state: None, rng: random.Random
+) -> Decision:
+    """Cost in blocks: `w × max(0, pending + prompt − credit × hit) / block + decode blocks`.
+
+    Decode blocks are those that sequences reference. With a temperature, drawn from the softmax
+    of `−(cost − min) / (max − min) / temperature`; else the least, ties by chance. Source:
+    NVIDIA Dynamo's KV router (`DefaultWorkerSelector`).
+    """
+    prefill = candidates.pending_tokens + candidates.prompt_tokens
+    prefill_blocks = (
+        np.maximum(0.0, prefill - parameters.credit * candidates.hit_tokens) / candidates.block_size
+    )
+    decode_blocks = candidates.capacity_blocks - candidates.free_blocks
+    costs: FloatArray = parameters.overlap_weight * prefill_blocks + decode_blocks
+    if parameters.temperature:
+        spread = float(costs.max() - costs.min())
+        scaled = (costs - costs.min()) / (spread or 1.0) / parameters.temperature
+        return Decision(_draw(np.exp(-scaled), rng), costs)
+    return Decision(any_least(costs, rng), costs)
+
+
+def _draw(weights: FloatArray, rng: random.Random) -> int:
+    """An entry with the probability of its share of `weights`."""
+    sums = np.cumsum(weights)
+    index = int(np.searchsorted(sums, rng.random() * sums[-1], side="right"))
+    return min(index, len(weights) - 1)
+
+
+class LlmdParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Weights of the three scores, each of which is 0 to 1."""
+
+    prefix_weight: NotNegative = 3.0
+    queue_weight: NotNegative = 2.0
+    kv_weight: NotNegative = 2.0
+
+
+def llmd(
+    candidates: Candidates, parameters: LlmdParameters, state: None, rng: random.Random
+) -> Decision:
+    """Weighted sum `3 × prefix + 2 × queue + 2 × kv`, the greatest wins, ties by chance.
+
+    prefix: matched share of the prompt's full blocks; queue: `(max − waiting) / (max − min)`, 1
+    where all are equal; kv: 1 − share of the KV blocks in use. Cost: the sum of the weights less
+    the score. Source: llm-d's inference scheduler, defaults of its chart.
+    """
+    size = candidates.block_size
+    blocks = max(1, candidates.prompt_tokens // size)
+    prefix = np.minimum(1.0, candidates.hit_tokens // size / blocks)
+    waiting = candidates.waiting
+    spread = int(waiting.max() - waiting.min())
+    queue = (waiting.max() - waiting) / spread if spread else np.ones(len(waiting))
+    kv = candidates.free_blocks / np.maximum(1, candidates.capacity_blocks)
+    costs: FloatArray = (
+        parameters.prefix_weight * (1.0 - prefix)
+        + parameters.queue_weight * (1.0 - queue)
+        + parameters.kv_weight * (1.0 - kv)
+    )
+    return Decision(any_least(costs, rng), costs)
+
+
+class AibrixParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """imbalance  requests by which the fullest may lead the emptiest before load alone decides
+    sigmas     a match is followed to workers within so many deviations above the mean
+    """
+
+    imbalance: NotNegative = 8.0
+    sigmas: NotNegative = 1.0
+
+
+def aibrix(
+    candidates: Candidates, parameters: AibrixParameters, state: None, rng: random.Random
+) -> Decision:
+    """Only the least loaded where `max − min running > 8`, else the best match that is not busy.
+
+    Not busy: running at most the mean plus one (population) standard deviation. Cost: the batch
+    where load decides, else the prompt tokens left, infinite for the busy ones. Source:
+    AIBrix's `prefix-cache` gateway plugin.
+    """
+    running = candidates.batch
+    if int(running.max() - running.min()) > parameters.imbalance:
+        costs: FloatArray = running.astype(np.float64)
+    else:
+        # a hair above, so that rounding never leaves the mean itself out
+        limit = math.nextafter(float(running.mean() + parameters.sigmas * running.std()), math.inf)
+        left = candidates.prompt_tokens - candidates.hit_tokens
+        costs = np.where(running <= limit, left, np.inf)
+    return Decision(least(costs, candidates, 0.0, rng), costs)

@@ -1,0 +1,130 @@
+"""LMetric's score and its relatives: hit, pending prefill and batch in one number.
+
+In tokens (`locality`, `additive`) or in seconds (`marginal`, `ttft`). Seconds come from each
+worker's measured prefill speed with its quadratic part: to prefill the tokens `[hit, prompt)`
+takes `b × new + e × pairs`, where a pair is one query looking at one key, so that
+`pairs = (prompt² − hit²) / 2`.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Annotated, NamedTuple
+
+import msgspec
+import numpy as np
+
+from router.policies.base import Candidates, Decision, FloatArray, NoParameters, least
+from router.policies.hotspot import HotspotState, left_out
+
+Tie = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+
+
+class TieParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """tie   costs that differ by no more than this share of the least are equal"""
+
+    tie: Tie = 0.01
+
+
+class LocalityParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """tie    costs that differ by no more than this share of the least are equal
+    guard  relieve the holders of a prefix that draws more traffic than their share
+    """
+
+    tie: Tie = 0.01
+    guard: bool = False
+
+
+def locality(
+    candidates: Candidates,
+    parameters: LocalityParameters,
+    state: HotspotState,
+    rng: random.Random,
+) -> Decision:
+    """Expected hit minus pending prefill tokens, times batch size: the project's default.
+
+    With the sign turned, so that the least wins: `(pending + new) × (batch + 1)`, where
+    `new = max(1, prompt − hit)`. Source: LMetric, arXiv 2603.15202; `guard` is its two-phase
+    hotspot rule (`router.policies.hotspot`).
+    """
+    work = candidates.new_tokens
+    work += candidates.pending_tokens
+    costs: FloatArray = work * (candidates.batch + np.float64(1.0))
+    if parameters.guard:
+        out = left_out(
+            candidates, state, lambda: least(costs, candidates, parameters.tie, random.Random(0))
+        )
+        if out is not None:
+            costs = np.where(out, np.inf, costs)
+    return Decision(least(costs, candidates, parameters.tie, rng), costs)
+
+
+def additive(
+    candidates: Candidates, parameters: NoParameters, state: None, rng: random.Random
+) -> Decision:
+    """The score read with the product taken first: `hit − pending × batch`, the greatest.
+
+    Cost: `pending × batch − hit`. Unlike `locality` it sees no batch on a worker without
+    pending prefill. Ties by load, then chance.
+    """
+    costs = (candidates.pending_tokens * candidates.batch - candidates.hit_tokens).astype(
+        np.float64
+    )
+    return Decision(least(costs, candidates, 0.0, rng), costs)
+
+
+def ttft(
+    candidates: Candidates, parameters: TieParameters, state: None, rng: random.Random
+) -> Decision:
+    """Least estimated time to the first token: `pending + new`, in seconds where measured.
+
+    Each looks after itself: what a request's prefill does to those that decode there is not
+    counted. Source: the estimate of Mooncake's scheduler (arXiv 2407.00079) without transfers.
+    """
+    work = prefill_work(candidates)
+    costs = work.pending + work.new
+    return Decision(least(costs, candidates, parameters.tie, rng), costs)
+
+
+def marginal(
+    candidates: Candidates, parameters: TieParameters, state: None, rng: random.Random
+) -> Decision:
+    """What this request costs all: its own wait, and the delay of everybody by its prefill.
+
+    Cost: `pending + new × (batch + 1)`, in seconds where measured. What is queued already is not
+    delayed by a newcomer, so `pending` is not multiplied as in `locality`. No weight to tune.
+    With nothing measured both parts are counted in tokens.
+    """
+    work = prefill_work(candidates)
+    costs = work.pending + work.new * (candidates.batch + 1)
+    return Decision(least(costs, candidates, parameters.tie, rng), costs)
+
+
+class PrefillWork(NamedTuple):
+    """Prefill a worker has to do: `[n]` each, in seconds, or in tokens with nothing measured."""
+
+    pending: FloatArray
+    new: FloatArray
+
+
+def prefill_work(candidates: Candidates) -> PrefillWork:
+    """Pending prefill, and that of this request.
+
+    A worker that has not measured its speed yet counts as the median of those that have.
+    """
+    new = candidates.new_tokens
+    speed = candidates.s_per_token
+    measured = None if speed is None else speed > 0
+    if speed is None or measured is None or not measured.any():
+        return PrefillWork(candidates.pending_tokens.astype(np.float64), new.astype(np.float64))
+    per_pair = np.zeros(len(new)) if candidates.s_per_pair is None else candidates.s_per_pair
+    if not measured.all():
+        speed = np.where(measured, speed, np.median(speed[measured]))
+        per_pair = np.where(measured, per_pair, np.median(per_pair[measured]))
+    prompt = candidates.prompt_tokens
+    known = prompt - new  # of the hit, what is really not computed
+    new_pairs = (prompt * prompt - known * known) / 2
+    pending: FloatArray = speed * candidates.pending_tokens
+    if candidates.pending_pairs is not None:
+        pending = pending + per_pair * candidates.pending_pairs
+    return PrefillWork(pending, speed * new + per_pair * new_pairs)

@@ -1,0 +1,187 @@
+"""Tokens and hashes of texts that go on where earlier ones ended: only what is new is computed.
+
+A text is cut before its boundary tokens: the added tokens, such as `<|im_start|>`, with which a
+chat template begins and ends messages. A tokenizer splits a text at added tokens before it does
+anything else, and treats what lies between them apart, so the tokens of the segments, one after
+the other, are those of the whole text. Segments are kept in a tree:
+
+    root ── "<|im_start|>system\\n…" ── "<|im_end|>\\n" ─┬─ "<|im_start|>user\\nHello" ── …
+                                                       └─ "<|im_start|>user\\nGood day" ── …
+
+Each node has its segment's tokens, the hashes of the blocks that end in it, and the tokens left
+over for the next block.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from cluster.blocks import hash_blocks, pack_tokens
+
+MAX_CHARACTERS = 16_000_000
+"""Of the segments kept: some 50 MB with their tokens and hashes."""
+
+NODE_CHARACTERS = 200
+"""What a node counts for besides its text."""
+
+
+def boundary_tokens(tokenizer_json: str) -> list[str]:
+    """Added tokens before which any text may be cut without changing its tokens.
+
+    Such a token is matched wherever its characters stand, in the raw text, and takes nothing
+    of its neighbours: not normalised, no `lstrip`, `rstrip` or `single_word`, and no other added
+    token contains it or can overlap its beginning.
+    """
+    added: list[dict[str, Any]] = json.loads(tokenizer_json).get("added_tokens") or []
+    contents = [token["content"] for token in added]
+    return [
+        token["content"]
+        for token in added
+        if token["content"]
+        and not token["content"][0].isspace()
+        and not any(token.get(flag) for flag in ("normalized", "lstrip", "rstrip", "single_word"))
+        and not any(_hides(other, token["content"]) for other in contents)
+    ]
+
+
+def _hides(other: str, token: str) -> bool:
+    """Whether a match of `other` may cover the beginning of `token` somewhere in a text."""
+    if other != token and token in other:
+        return True
+    return any(other.endswith(token[:length]) for length in range(1, len(token)))
+
+
+class Cutter:
+    """Cuts texts at message boundaries.
+
+    tokens   `boundary_tokens` of a tokenizer
+    hint     chat template and special tokens: of the tokens, those named there are used, or all
+             where it names none
+    """
+
+    def __init__(self, tokens: list[str], hint: str) -> None:
+        used = [token for token in tokens if token in hint] or tokens
+        used.sort(key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, used))) if used else None
+
+    def cut(self, text: str) -> list[str]:
+        """Segments of `text`; each but the first begins with a boundary token."""
+        if self._pattern is None:
+            return [text]
+        places = [match.start() for match in self._pattern.finditer(text)]
+        starts = [0, *(place for place in places if place)]
+        ends = [*starts[1:], len(text)]
+        return [text[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+class Node(NamedTuple):
+    """One segment after those before it.
+
+    number    names the node in its children's keys
+    packed    the segment's tokens
+    hashes    of the blocks that end in this segment
+    parent    what the next block's hash continues: the last hash so far, or the root
+    rest      packed tokens after the last full block
+    """
+
+    number: int
+    packed: bytes
+    hashes: list[bytes]
+    parent: bytes
+    rest: bytes
+
+
+Key = tuple[int, str]
+
+
+class Found(NamedTuple):
+    """A text's known segments, as nodes with their keys, and those to compute."""
+
+    path: list[Node]
+    keys: list[Key]
+    missing: list[str]
+
+
+class SegmentTree:
+    """The segments of recent texts. Not thread-safe; `compute` alone may run in a thread."""
+
+    def __init__(self, max_characters: int = MAX_CHARACTERS) -> None:
+        self._max_characters = max_characters
+        self._nodes: OrderedDict[Key, Node] = OrderedDict()
+        self._characters = 0
+        self._numbers = 0
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def find(self, beginning: str, root: bytes, segments: list[str]) -> Found:
+        """What is known of a text.
+
+        `beginning` names tokenizer, namespace and whatever else makes equal texts differ; texts
+        with the same beginning have the same `root`.
+        """
+        key: Key = (-1, beginning)
+        node = self._nodes.get(key) or Node(self._number(), b"", [], root, b"")
+        path, keys = [node], [key]
+        for place, segment in enumerate(segments):
+            key = (node.number, segment)
+            known = self._nodes.get(key)
+            if known is None:
+                return Found(path, keys, segments[place:])
+            node = known
+            path.append(node)
+            keys.append(key)
+        return Found(path, keys, [])
+
+    def add(self, found: Found, computed: list[Node]) -> list[Node]:
+        """Keep what was computed of a text's missing segments; returns the text's whole path."""
+        nodes = self._nodes
+        for segment, node in zip(found.missing, computed, strict=True):
+            key = (found.path[-1].number, segment)
+            known = nodes.get(key)  # another request may have been quicker
+            found.keys.append(key)
+            found.path.append(known or node._replace(number=self._number()))
+        # the end first: what continues nothing any more is forgotten before what it continues
+        for key, node in zip(reversed(found.keys), reversed(found.path), strict=True):
+            if key in nodes:
+                nodes.move_to_end(key)
+            else:
+                self._characters += len(key[1]) + NODE_CHARACTERS
+            nodes[key] = node
+        while self._characters > self._max_characters:
+            (_, text), _ = nodes.popitem(last=False)
+            self._characters -= len(text) + NODE_CHARACTERS
+        return found.path
+
+    def _number(self) -> int:
+        self._numbers += 1
+        return self._numbers
+
+
+def compute(
+    last: Node,
+    segments: list[str],
+    encode: Callable[[str, bool], list[int]],
+    block_size: int,
+    *,
+    begins: bool,
+) -> list[Node]:
+    """Nodes of `segments`, which follow `last`; their numbers are still to be given.
+
+    `encode(segment, first)` gives a segment's tokens; `begins` tells that the first of them is
+    the text's first.
+    """
+    computed = []
+    parent, rest = last.parent, last.rest
+    for place, segment in enumerate(segments):
+        packed = pack_tokens(encode(segment, begins and not place))
+        pending = rest + packed
+        hashes = hash_blocks(parent, pending, block_size)
+        rest = pending[len(hashes) * 4 * block_size :]
+        parent = hashes[-1] if hashes else parent
+        computed.append(Node(0, packed, hashes, parent, rest))
+    return computed

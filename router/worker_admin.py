@@ -1,0 +1,144 @@
+"""`/admin/cache` and `/admin/weights`: what concerns workers one by one, asked of each of them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import msgspec
+from aiohttp import web
+
+from cluster.protocol import CacheView, ErrorAnswer, RequestError
+from router.edge import json_response
+from router.fleet import Fleet
+from router.member import Member
+
+STATS_TIMEOUT_S = 5.0
+WEIGHTS_TIMEOUT_S = 3600.0
+"""For one worker to drain and to load: large models come from slow disks."""
+
+
+class CacheAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of `GET /admin/cache`. `silent` maps a worker to the reason why it told nothing."""
+
+    workers: list[CacheView]
+    silent: dict[str, str]
+
+
+class WeightsChange(msgspec.Struct, frozen=True):
+    """Body of `POST /admin/weights`: a path on the workers' machines; "" means all workers."""
+
+    model: str
+    worker: str = ""
+
+
+class ChangedWorker(msgspec.Struct, frozen=True):
+    """A worker's answer to `POST /admin/weights`: its new epoch and the digest of its weights."""
+
+    worker: str
+    epoch: int
+    weights: str
+
+
+class WeightsAnswer(msgspec.Struct, frozen=True):
+    """Answer of `POST /admin/weights`."""
+
+    workers: list[ChangedWorker]
+
+
+class WorkerAdmin:
+    """Handlers; the session belongs to the gateway and shows workers the pool's token."""
+
+    def __init__(self, fleet: Fleet, session: aiohttp.ClientSession) -> None:
+        self._fleet = fleet
+        self._session = session
+        self._changing = asyncio.Lock()
+
+    def routes(self) -> list[web.RouteDef]:
+        """What to serve."""
+        return [
+            web.get("/admin/cache", self.get_cache),
+            web.post("/admin/weights", self.change_weights),
+        ]
+
+    async def get_cache(self, request: web.Request) -> web.Response:
+        """Every worker's view of its cache."""
+        members = [m for m in self._fleet.members() if m.state in ("ready", "draining")]
+        answers = await asyncio.gather(*(self._view_of(member) for member in members))
+        return json_response(
+            CacheAnswer(
+                workers=[answer for answer in answers if isinstance(answer, CacheView)],
+                silent={
+                    member.card.worker: answer
+                    for member, answer in zip(members, answers, strict=True)
+                    if isinstance(answer, str)
+                },
+            )
+        )
+
+    async def change_weights(self, request: web.Request) -> web.Response:
+        """Change one worker after the other, so that the others go on serving meanwhile.
+
+        Ends at the first that refuses or fails; those before it have the new weights then, which
+        the message says.
+        """
+        try:
+            change = msgspec.json.decode(await request.read(), type=WeightsChange)
+        except msgspec.MsgspecError as error:
+            raise RequestError(
+                f'the body must be of the form {{"model": "PATH"}}: {error}', param="model"
+            ) from error
+        members = [
+            member
+            for member in self._fleet.members()
+            if member.state == "ready" and change.worker in ("", member.card.worker)
+        ]
+        if not members:
+            raise RequestError(
+                f"no worker {change.worker or 'at all'} is ready", status=503, code="no_worker"
+            )
+        if self._changing.locked():
+            raise RequestError("weights are being changed already", status=409)
+        changed: list[ChangedWorker] = []
+        async with self._changing:
+            for member in members:
+                changed.append(await self._change(member, change.model, changed))
+        return json_response(WeightsAnswer(changed))
+
+    async def _view_of(self, member: Member) -> CacheView | str:
+        try:
+            timeout = aiohttp.ClientTimeout(total=STATS_TIMEOUT_S)
+            url = f"{member.card.address}/stats"
+            async with self._session.get(url, timeout=timeout) as answer:
+                body = await answer.read()
+                if answer.status != 200:
+                    return f"status {answer.status}"
+                return msgspec.json.decode(body, type=CacheView)
+        except TimeoutError:
+            return f"no answer within {STATS_TIMEOUT_S:g} s"
+        except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
+            return str(error) or repr(error)
+
+    async def _change(
+        self, member: Member, model: str, before: list[ChangedWorker]
+    ) -> ChangedWorker:
+        worker = member.card.worker
+        done = ", ".join(each.worker for each in before) or "none"
+        try:
+            timeout = aiohttp.ClientTimeout(total=WEIGHTS_TIMEOUT_S)
+            url = f"{member.card.address}/admin/weights"
+            async with self._session.post(url, json={"model": model}, timeout=timeout) as answer:
+                body = await answer.read()
+            if answer.status == 200:
+                return msgspec.json.decode(body, type=ChangedWorker)
+            reason = msgspec.json.decode(body, type=ErrorAnswer).error.message
+            status = answer.status if answer.status < 500 else 502
+        except (TimeoutError, aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
+            reason, status = str(error) or repr(error), 502
+        raise RequestError(
+            f"the worker {worker} keeps its weights: {reason} (changed before it: {done})",
+            status=status,
+            type="invalid_request_error" if status < 500 else "server_error",
+            param="model",
+            code="weights_refused",
+        )

@@ -1,0 +1,131 @@
+"""Tokenising and hashing a conversation's next turn, against its history's length."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+from cluster.blocks import Namespace
+from cluster.protocol import ModelInfo, WorkerCard
+from router.openai_api import ApiRequest
+from router.tokenization import Encoder, Prompt, Tokenization
+
+HISTORY_TOKENS = (1_000, 4_000, 16_000, 32_000)
+BAR_RATIO = 0.1
+"""A next turn behind the longest history costs at most this share of the whole text."""
+
+ROUNDS = 7
+WORDS = [
+    *("the", "a", "router", "sends", "every", "request", "to", "the", "worker", "that", "holds"),
+    *("its", "prefix", "unless", "it", "is", "too", "busy", "then", "another", "computes", "anew"),
+    *(
+        "Grüße",
+        "aus",
+        "Köln",
+        "你好",
+        "世界",
+        "naïve",
+        "café",
+        "👍🏽",
+        "😀",
+        "x = 3.14159",
+        "def f(x):",
+    ),
+]
+NAMESPACE = Namespace(
+    weights="w", tokenizer="t", kv_dtype="bfloat16", block_size=16, positions="rope:1"
+)
+
+
+def run() -> int:
+    """Prints both costs for each history; the longest decides."""
+    try:
+        from tests.real_tokenizer import smollm2
+
+        real = smollm2()
+    except Exception as error:
+        print(f"next_turn_tokenising: cannot run: {error}")
+        return 2
+    info = ModelInfo(
+        model="m",
+        namespace=NAMESPACE,
+        tokenizer_json=real.tokenizer_json,
+        chat_template=real.chat_template,
+        special_tokens={},
+        context_tokens=10**6,
+    )
+    ratio = asyncio.run(_measure(info))
+    print(f"next_turn_tokenising: {ratio:.3f} of tokenising the whole text (bar {BAR_RATIO})")
+    return int(ratio > BAR_RATIO)
+
+
+async def _measure(info: ModelInfo) -> float:
+    encoder = Encoder(info)
+    rng = random.Random(1)
+    ratio = 1.0
+    for history in HISTORY_TOKENS:
+        whole, turn, tokens = [], [], 0
+        for _ in range(ROUNDS):
+            messages = _conversation(rng, history)
+            before, after = messages[:-2], messages
+            fresh, kept = _tokenization(), _tokenization()
+            await _prompt(kept, before, encoder)
+            seconds, prompt = await _prompt(kept, after, encoder)
+            turn.append(seconds)
+            seconds, expected = await _prompt(fresh, after, encoder)
+            whole.append(seconds)
+            plain = encoder.encode(encoder.render(_asked(after)), bos=False)
+            assert prompt == expected
+            assert list(memoryview(prompt.token_ids).cast("I")) == plain
+            tokens = prompt.tokens
+            fresh.close()
+            kept.close()
+        ratio = min(turn) / min(whole)
+        print(
+            f"{tokens} tokens: whole {min(whole) * 1e3:.2f} ms, next turn "
+            f"{min(turn) * 1e3:.2f} ms ({ratio:.3f})"
+        )
+    return ratio
+
+
+def _conversation(rng: random.Random, tokens: int) -> list[dict[str, str]]:
+    """Turns of some 150 tokens; the last two messages are the new turn."""
+    messages = [{"role": "system", "content": _words(rng, 200)}]
+    for number in range(2 * max(1, tokens // 300)):
+        role = "assistant" if number % 2 else "user"
+        messages.append({"role": role, "content": _words(rng, 100)})
+    messages.append({"role": "user", "content": _words(rng, 100)})
+    messages.append({"role": "assistant", "content": _words(rng, 100)})
+    messages.append({"role": "user", "content": _words(rng, 30)})
+    return messages
+
+
+def _words(rng: random.Random, count: int) -> str:
+    return " ".join(rng.choices(WORDS, k=count))
+
+
+def _tokenization() -> Tokenization:
+    async def nobody(card: WorkerCard) -> ModelInfo:
+        raise OSError("the encoder is at hand")
+
+    return Tokenization(nobody, b"secret")
+
+
+def _asked(messages: list[dict[str, str]]) -> ApiRequest:
+    return ApiRequest(
+        kind="chat",
+        model="m",
+        sampling=None,  # type: ignore[arg-type]
+        max_tokens=None,
+        messages=messages,
+    )
+
+
+async def _prompt(
+    tokenization: Tokenization, messages: list[dict[str, str]], encoder: Encoder
+) -> tuple[float, Prompt]:
+    """Seconds and result; rendering the chat template is part of it."""
+    began = time.perf_counter()
+    prompt = await tokenization.prompt(_asked(messages), encoder, NAMESPACE)
+    return time.perf_counter() - began, prompt

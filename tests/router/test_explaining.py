@@ -1,0 +1,124 @@
+"""`/admin/explain`: the table behind a decision, without any effect of it."""
+
+import json
+
+import msgspec
+import pytest
+
+from cluster.protocol import HEADER_WORKER, Load
+from tests.router.support import NAMESPACE, Rig, card, report
+from tests.router.test_forwarding import chain_of_text
+
+TEXT = "a prompt of some blocks"  # 23 tokens: 5 blocks of 4
+BODY = {"model": "tiny", "prompt": TEXT}
+
+
+async def explained(rig, body=BODY):
+    status, _, answer = await rig.post("/admin/explain", body)
+    assert status == 200, answer
+    return answer, {row["worker"]: row for row in answer["workers"]}
+
+
+async def test_every_worker_is_shown_with_hit_load_and_cost():
+    async with Rig(workers=3) as rig:
+        rig.fleet.on_report(report("w1", stored=chain_of_text(TEXT)[:3], load=Load(running=1)))
+        rig.fleet.on_report(report("w2", load=Load(pending_prefill_tokens=10, free_blocks=9)))
+        answer, rows = await explained(rig)
+        assert (answer["kind"], answer["policy"]) == ("completion", "locality")
+        assert (answer["prompt_tokens"], answer["blocks"], answer["block_size"]) == (23, 5, 4)
+        # (pending + new) × (batch + 1)
+        assert {name: row["cost"] for name, row in rows.items()} == {
+            "w0": (0 + 23) * 1,
+            "w1": (0 + 11) * 2,
+            "w2": (10 + 23) * 1,
+        }
+        assert (rows["w1"]["hit_tokens"], rows["w1"]["coming_tokens"]) == (12, 0)
+        assert rows["w1"]["new_tokens"] == 11
+        assert (rows["w2"]["pending_tokens"], rows["w2"]["free_blocks"]) == (10, 9)
+        assert (answer["chosen"], answer["second"]) == ("w1", "w0")
+        assert answer["margin"] == 1
+        assert answer["margin_share"] == pytest.approx(1 / 22)
+        assert answer["reason"] == "hit"
+        assert [row["worker"] for row in answer["workers"]] == ["w1", "w0", "w2"]
+        assert [row["chosen"] for row in answer["workers"]] == [True, False, False]
+        assert (await rig.complete(TEXT))[1][HEADER_WORKER] == answer["chosen"]
+
+
+async def test_a_busy_holder_loses_and_the_reason_says_so():
+    async with Rig(workers=2) as rig:
+        rig.fleet.on_report(report("w0", stored=chain_of_text(TEXT), load=Load(running=9)))
+        answer, _ = await explained(rig)
+        assert (answer["chosen"], answer["reason"]) == ("w1", "load")
+        assert "another worker holds more" in answer["because"]
+
+
+async def test_a_chat_is_explained_as_its_template_makes_it():
+    async with Rig(workers=2) as rig:
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+        answer, _ = await explained(rig, chat)
+        assert answer["kind"] == "chat"
+        assert answer["prompt_tokens"] == len("<user>hi<assistant>")
+        assert answer["reason"] == "cold"
+
+
+async def test_workers_that_are_left_out_say_why():
+    async with Rig() as rig:
+        rig.fleet.on_card(card("drains", state="draining"))
+        rig.fleet.on_card(card("other", model="large"))
+        rig.fleet.on_card(card("away"))
+        rig.fleet.suspect("away")
+        wrong = msgspec.structs.replace(NAMESPACE, block_size=8)
+        rig.fleet.on_card(card("wide", namespace=wrong))
+        answer, rows = await explained(rig)
+        assert rows["drains"]["left_out"] == "it is draining"
+        assert rows["other"]["left_out"] == "it serves large"
+        assert "refused a connection" in rows["away"]["left_out"]
+        assert "block_size 8 instead of 4" in rows["wide"]["left_out"]
+        assert (rows["w0"]["left_out"], answer["chosen"]) == ("", "w0")
+        assert (answer["reason"], answer["second"], answer["margin"]) == ("only", "", None)
+
+
+async def test_blocks_on_their_way_are_told_apart_from_published_ones():
+    async with Rig(workers=2) as rig:
+        chain = chain_of_text(TEXT)
+        rig.fleet.on_report(report("w0", stored=chain[:2]))
+        slot = next(m.slot for m in rig.fleet.members() if m.card.worker == "w0")
+        booking = rig.fleet.book(slot, "r", chain, 23, 8)
+        _, rows = await explained(rig)
+        assert (rows["w0"]["hit_tokens"], rows["w0"]["coming_tokens"]) == (20, 12)
+        rig.fleet.release(booking)
+
+
+async def test_explaining_changes_nothing():
+    async with Rig(workers=3, policy="round_robin") as rig:
+        first, _ = await explained(rig)
+        again, _ = await explained(rig)
+        assert first == again
+        assert rig.fleet.in_flight == rig.fleet.requests_total == len(rig.fleet.coming) == 0
+        assert not any(worker.requests for worker in rig.workers)
+        assert (await rig.complete())[1][HEADER_WORKER] == first["chosen"]
+        assert (await explained(rig))[0]["chosen"] != first["chosen"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b"{", 400, "not valid JSON"),
+        ({"model": "tiny"}, 400, "`prompt` is missing"),
+        ({"model": "tiny", "messages": []}, 400, "`messages` is empty"),
+        ({"model": "no", "prompt": "x"}, 404, "does not exist here"),
+    ],
+)
+async def test_bodies_are_judged_as_those_of_real_requests(body, status, words):
+    async with Rig() as rig:
+        got, _, answer = await rig.post("/admin/explain", body)
+        assert got == status
+        assert words in answer["error"]["message"]
+
+
+async def test_without_a_ready_worker_it_says_so():
+    async with Rig(workers=0) as rig:
+        rig.fleet.on_card(card("a", state="starting"))
+        data = json.dumps(BODY).encode()
+        status, _, answer = await rig.post("/admin/explain", data)
+        assert (status, answer["error"]["code"]) == (503, "no_ready_worker")

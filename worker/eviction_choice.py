@@ -1,0 +1,50 @@
+"""Eviction policies by name, as settings spell them: "lru", "ttl:ttl_s=600"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from worker.block_pool import BlockPool
+from worker.eviction import EvictionPolicy, Lru
+from worker.eviction_orders import Lfu, Ttl
+from worker.eviction_workload import WorkloadAware
+
+MakePolicy = Callable[[BlockPool], EvictionPolicy]
+
+POLICIES: dict[str, tuple[Callable[..., EvictionPolicy], dict[str, float]]] = {
+    "lru": (Lru, {}),
+    "lfu": (Lfu, {}),
+    "ttl": (Ttl, {"ttl_s": 600.0}),
+    "workload_aware": (WorkloadAware, {}),
+}
+"""Name -> what makes the policy of a pool, and its parameters with their defaults."""
+
+
+def parse_eviction(text: str) -> MakePolicy:
+    """What makes the policy that the text names.
+
+    Raises ValueError, in words, for an unknown name, an unknown parameter or a value that does not
+    work.
+    """
+    name, _, rest = text.strip().partition(":")
+    if name not in POLICIES:
+        raise ValueError(
+            f"no eviction policy is called {name!r}: take one of {', '.join(POLICIES)}"
+        )
+    make, defaults = POLICIES[name]
+    fields = dict(defaults)
+    for part in rest.split(",") if rest else []:
+        key, equals, value = part.strip().partition("=")
+        if not equals or key not in defaults:
+            known = ", ".join(f"{key}={default:g}" for key, default in defaults.items())
+            raise ValueError(
+                f"the eviction policy {name} does not take {part!r}: it takes {known or 'nothing'}"
+            )
+        try:
+            fields[key] = float(value)
+        except ValueError as error:
+            raise ValueError(
+                f"{key} of the eviction policy {name} is no number: {value!r}"
+            ) from error
+    make(BlockPool(1), **fields)  # a value that does not work is refused here
+    return lambda pool: make(pool, **fields)

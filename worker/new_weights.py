@@ -1,0 +1,79 @@
+"""Other weights for a running engine, read from files while it goes on computing with its own."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from cluster.settings import WorkerSettings
+from worker.build import of_weights
+from worker.engine import EngineCore, Output
+from worker.messages import EngineInfo
+from worker.models import LlamaModel, ModelError
+from worker.runner import TorchRunner
+from worker.weights import LoadedModel, load_model
+
+
+class Prepared(NamedTuple):
+    """A model in this machine's memory, ready to be copied to the device."""
+
+    loaded: LoadedModel
+    model: LlamaModel
+
+
+class WeightChange:
+    """One change of weights: `prepare` in a thread of its own, then `apply` between two steps."""
+
+    def __init__(self, core: EngineCore, info: EngineInfo, settings: WorkerSettings) -> None:
+        """Raises ModelError where the engine has no weights to change."""
+        if not isinstance(core.runner, TorchRunner):
+            raise ModelError("this worker computes without weights: there are none to replace")
+        self._core = core
+        self._info = info
+        self._settings = settings
+        self._model = core.runner.model
+
+    def prepare(self, path: str) -> Future[Prepared]:
+        """Load the model at `path`. The future fails with ModelError where it does not fit."""
+        executor = ThreadPoolExecutor(1, thread_name_prefix="new-weights")
+        future = executor.submit(self._prepare, path)
+        executor.shutdown(wait=False)
+        return future
+
+    def apply(self, prepared: Prepared) -> tuple[EngineInfo, list[Output]]:
+        """Compute with the new weights from now on.
+
+        Returns what the engine is now, and the error outputs of the requests that had not ended.
+        Its model keeps the name under which it is served.
+        """
+        outputs = self._core.fail_all(
+            "the weights were replaced while this request ran: send it again"
+        )
+        self._core.forget_model(prepared.loaded.eos_token_ids)
+        with torch.inference_mode():
+            self._model.adopt(prepared.model)
+        fields = of_weights(prepared.loaded, self._model.dtype, self._settings.block_size)
+        return (
+            msgspec.structs.replace(
+                self._info, model=msgspec.structs.replace(self._info.model, **fields)
+            ),
+            outputs,
+        )
+
+    def _prepare(self, path: str) -> Prepared:
+        mine = self._model.config
+        loaded = load_model(path, self._model.dtype, self._settings.cache_dir)
+        differing = [
+            f"{name} is {getattr(loaded.config, name)!r} instead of {getattr(mine, name)!r}"
+            for name in mine.__struct_fields__
+            if getattr(loaded.config, name) != getattr(mine, name)
+        ]
+        if differing:
+            raise ModelError(
+                f"the model at {path} has another architecture: {'; '.join(differing)}. Start a "
+                "worker with it instead"
+            )
+        return Prepared(loaded, LlamaModel(loaded.config, loaded.tensors, self._model.dtype, "cpu"))
