@@ -10,6 +10,7 @@ import torch
 from cluster.blocks import Namespace
 from cluster.protocol import ModelInfo
 from cluster.settings import WorkerSettings
+from worker.emulator import EMULATED, build_emulated
 from worker.engine import EngineConfig, EngineCore
 from worker.eviction_choice import parse_eviction
 from worker.kv_memory import blocks_that_fit, kv_block_bytes
@@ -27,6 +28,8 @@ def build_engine(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
     Raises ModelError where the model cannot be used, ValueError for settings that cannot work,
     MemoryError where the pool does not fit.
     """
+    if settings.model.startswith(EMULATED):
+        return build_emulated(settings)
     device = resolve_device(settings.device)
     dtype = resolve_dtype(settings.dtype, device)
     if device.type == "cpu":

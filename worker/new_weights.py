@@ -76,4 +76,7 @@ class WeightChange:
                 f"the model at {path} has another architecture: {'; '.join(differing)}. Start a "
                 "worker with it instead"
             )
-        return Prepared(loaded, LlamaModel(loaded.config, loaded.tensors, self._model.dtype, "cpu"))
+        model = LlamaModel(
+            loaded.config, loaded.tensors, self._model.dtype, "cpu", self._model.device
+        )
+        return Prepared(loaded, model)

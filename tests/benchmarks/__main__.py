@@ -22,6 +22,8 @@ BENCHMARKS = {
         "next_turn_tokenising",
         "core_step",
         "core_scaling",
+        "decode_vs_transformers",
+        "warm_ttft",
     )
 }
 """Name -> module with `run() -> int`, the exit code."""

@@ -191,3 +191,35 @@ def test_the_model_keeps_no_hold_on_the_loaded_tensors():
         tensor.zero_()
     after = logits_of(TorchRunner(model, 4, 4), [item([1, 2, 3], 0, [1])])[0]
     assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}, {"qkv_bias": True}])
+def test_adopted_weights_give_the_other_models_logits(changes):
+    config = tiny_config(**changes)
+
+    def model(seed, **options):
+        tensors = random_tensors(config, seed)
+        if config.qkv_bias:
+            for layer in range(config.layers):
+                for name, heads in (("q", config.query_heads), ("k", config.kv_heads)):
+                    bias = torch.full((heads * config.head_dim,), float(seed + layer))
+                    tensors[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = bias
+                bias = torch.full((config.kv_heads * config.head_dim,), 0.5)
+                tensors[f"model.layers.{layer}.self_attn.v_proj.bias"] = bias
+        return LlamaModel(config, tensors, torch.float32, **options)
+
+    def logits(model):
+        return logits_of(TorchRunner(model, 8, 4), [item([5, 6, 7], 0, [2])])[0]
+
+    mine, theirs = model(0), model(1)
+    assert not torch.allclose(logits(mine), logits(theirs), atol=0.1)
+    with torch.inference_mode():
+        mine.adopt(theirs)
+    assert torch.equal(logits(mine), logits(theirs))
+
+
+def test_weights_for_another_device_have_its_layout():
+    """A model prepared on the CPU for one on a GPU is not in the CPU's own layout."""
+    config = tiny_config()
+    plain = LlamaModel(config, random_tensors(config), torch.float32, runs_on=torch.device("cuda"))
+    assert all(tensor.layout == torch.strided for tensor in plain.parameters())

@@ -35,6 +35,8 @@ class LlamaModel:
     """A model ready to run on one device, in one dtype.
 
     `tensors` are named as in a Hugging Face checkpoint; they are cast and moved as needed.
+    `runs_on` is the device whose layout the weights take, where it is another: for a model that
+    is only there to be adopted by one on that device.
     Raises UnsupportedModel where one is missing, left over or of another shape.
     """
 
@@ -44,11 +46,12 @@ class LlamaModel:
         tensors: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        runs_on: torch.device | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.device = torch.device(device)
-        take = _Taker(tensors, dtype, self.device)
+        take = _Taker(tensors, dtype, self.device, runs_on or self.device)
         hidden, head_dim = config.hidden_size, config.head_dim
         self.embedding = take("model.embed_tokens.weight", config.vocab_size, hidden)
         self.layers = [_take_layer(take, config, index) for index in range(config.layers)]
@@ -58,32 +61,27 @@ class LlamaModel:
             take.taken.add("lm_head.weight")
         else:
             head = take("lm_head.weight", config.vocab_size, hidden)
-        self.head = quickest(Linear(head, None))
+        self.head = take.arranged(Linear(head, None))
         take.finish()
         self._inverse_frequencies = config.rope.inverse_frequencies(head_dim).to(self.device)
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """All weights, in an order that depends on the configuration only."""
         for part in (self.embedding, self.head, self.norm, *chain.from_iterable(self.layers)):
-            if isinstance(part, Linear | PackedLinear):
-                yield from (tensor for tensor in part if tensor is not None)
-            elif isinstance(part, torch.Tensor):
+            if isinstance(part, torch.Tensor):
                 yield part
+            elif isinstance(part, Linear | PackedLinear):
+                yield from (tensor for tensor in part if tensor is not None)
 
     def adopt(self, other: LlamaModel) -> None:
-        """Take over the weights of a model of the same configuration and dtype.
+        """Take over the weights of a model of the same configuration and dtype, in place.
 
-        On an accelerator in place: the tensors stay where they are, so no memory for a second copy
-        is needed there and whatever refers to them goes on. On a CPU the other model's tensors are
-        used from now on, since matrices in oneDNN's layout cannot be copied into. Raises ValueError
-        where it is no model of the same shape.
+        The tensors stay where they are, so no memory for a second copy is needed on the device and
+        whatever refers to them goes on. `other` may lie on another device. Raises ValueError where
+        it is no model of the same shape.
         """
         if (self.config, self.dtype) != (other.config, other.dtype):
             raise ValueError("only a model of the same configuration and dtype can be adopted")
-        if self.device.type == "cpu" and other.device == self.device:
-            self.embedding, self.layers = other.embedding, other.layers
-            self.norm, self.head = other.norm, other.head
-            return
         for mine, theirs in zip(self.parameters(), other.parameters(), strict=True):
             mine.copy_(theirs)
 
@@ -152,11 +150,16 @@ class _Taker:
     """Takes tensors by name, checks their shapes and that all were taken."""
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        runs_on: torch.device,
     ) -> None:
         self.tensors = tensors
         self.dtype = dtype
         self.device = device
+        self.runs_on = runs_on
         self.taken: set[str] = set()
 
     def __call__(self, name: str, *shape: int) -> torch.Tensor:
@@ -184,7 +187,10 @@ class _Taker:
             if stacked is not None:
                 stacked[first : first + out] = self.mapped(f"{name}.bias", out)
             first += out
-        return quickest(Linear(weight, stacked))
+        return self.arranged(Linear(weight, stacked))
+
+    def arranged(self, plain: Linear) -> Projection:
+        return quickest(plain) if self.runs_on.type == "cpu" else plain
 
     def finish(self) -> None:
         # Older checkpoints carry the rotary frequencies, which follow from the configuration.
