@@ -23,14 +23,16 @@ async def run(*arguments: str):
 
 async def test_the_command_prints_the_table_and_the_verdict():
     async with Rig(workers=2) as rig:
-        rig.fleet.on_report(report("w1", stored=chain_of_text(TEXT), load=Load(running=1)))
+        rig.fleet.on_report(
+            report("w1", stored=chain_of_text(TEXT), load=Load(running=1, free_blocks=9))
+        )
         rig.fleet.on_card(card("away", state="draining"))
         result = await run("--prompt", TEXT, "--url", rig.gateway.url)
         assert result.exit_code == 0, result.output
         lines = result.output.splitlines()
         assert "completion of 23 tokens for tiny (5 full blocks of 4), policy locality" in lines[0]
         table = {words[words[0] == "→"]: words for line in lines[2:5] if (words := line.split())}
-        assert table["w1"] == ["→", "w1", "20", "0", "3", "0", "1", "0", "6"]
+        assert table["w1"] == ["→", "w1", "20", "0", "3", "0", "1", "9", "6"]
         assert table["w0"] == ["w0", "0", "0", "23", "0", "0", "1000", "23"]
         assert "it is draining" in lines[4]
         assert "w1 is chosen: no worker holds more of its prefix" in lines[5]
