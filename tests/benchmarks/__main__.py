@@ -24,6 +24,8 @@ BENCHMARKS = {
         "core_scaling",
         "decode_vs_transformers",
         "warm_ttft",
+        "decode_vs_llamacpp",
+        "streaming_engine_rate",
     )
 }
 """Name -> module with `run() -> int`, the exit code."""
