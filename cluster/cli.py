@@ -44,7 +44,8 @@ def main() -> None:
 def up(
     workers: Annotated[int | None, typer.Option(help="Number of workers.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="smollm2, a Hugging Face directory or a GGUF file.")
+        str | None,
+        typer.Option(help="smollm2, a Hugging Face directory, a GGUF file or emulated:PROFILE."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     host: Annotated[str | None, typer.Option(help="Interface of the gateway.")] = None,
@@ -158,7 +159,8 @@ def deploy(
     address: Annotated[str, typer.Option(help="Ray cluster; auto finds this node's.")] = "auto",
     workers: Annotated[int | None, typer.Option(help="Number of workers.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="smollm2, a Hugging Face directory or a GGUF file.")
+        str | None,
+        typer.Option(help="smollm2, a Hugging Face directory, a GGUF file or emulated:PROFILE."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     gpus: Annotated[float | None, typer.Option(help="GPUs a worker.")] = None,

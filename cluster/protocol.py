@@ -50,7 +50,7 @@ class WorkerCard(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens     longest prompt + output of one sequence
     max_batch_size     sequences that may run at once
     token_budget       tokens computed in one step at most
-    device             such as "cpu", "cuda:0 NVIDIA H200", "emulated:h100-llama3-8b"
+    device             such as "cpu", "cuda:0 NVIDIA H200", "emulated:steady-25ms"
     """
 
     worker: str

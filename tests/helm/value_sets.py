@@ -111,7 +111,7 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         },
     },
     "emulated_without_gpu": {
-        "model": {"path": "emulated:h100-llama3-8b"},
+        "model": {"path": "emulated:steady-25ms"},
         "worker": {"gpus": 0, "cpus": 1, "replicas": 8},
     },
     "everything_scales_and_is_watched": {

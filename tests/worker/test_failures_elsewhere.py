@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cluster.blocks import Namespace, hash_blocks, pack_tokens
-from tests.cluster.test_bus import Bench
+from tests.cluster.bus_bench import Bench
 from tests.worker.small_engine import BLOCK, ROOT, SmallEngine, tokens_of
 
 STEM = tokens_of(1, 4 * BLOCK)
