@@ -21,7 +21,7 @@ demo: $(STAMP)
 	$(BIN)/stemroute demo --out out/demo
 
 test: $(STAMP)
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
