@@ -21,14 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from router.bitmask import slots_of, truth_of
+from router.bitmask import FEW, slots_of, truth_of
 
 MAX_BLOCKS = 4_000_000
 """Different claimed blocks at most; a claim that would exceed it does not count."""
-
-FEW = 8
-"""Slots that are set one by one; more are set at once."""
-
 
 def _nobody(block: bytes) -> int:
     return 0
