@@ -83,10 +83,10 @@ def reason_of(candidates: Candidates, chosen: int) -> Reason:
     hits = candidates.hit_tokens
     if len(hits) == 1:
         return "only"
-    best = int(hits.max())
+    best = hits.item(hits.argmax())
     if best == 0:
         return "cold"
-    return "hit" if int(hits[chosen]) == best else "load"
+    return "hit" if hits.item(chosen) == best else "load"
 
 
 def explain(

@@ -17,12 +17,12 @@ from cluster.blocks import split_hashes
 from cluster.protocol import Load, Report, WorkerCard, WorkerState
 from router.coming import ComingBlocks
 from router.member import (
-    CHANGING_ROWS,
     ROWS,
     SPEEDS,
     Booking,
     Member,
     ModelGroup,
+    columns_of,
     context_tokens,
     difference,
     idle_load,
@@ -71,6 +71,7 @@ class Fleet:
         self._members: dict[str, Member] = {}
         self._by_slot: list[Member | None] = []
         self._rows = np.zeros((len(ROWS), 8), dtype=np.int64)
+        self._row_views = list(self._rows)
         self._speeds = np.zeros((len(SPEEDS), 8))
         self._groups: dict[str, ModelGroup] = {}
         self._suspects: set[Member] = set()
@@ -181,16 +182,27 @@ class Fleet:
 
         `chain` are the hashes of the prompt's full blocks; `excluded` names workers. A hit is
         at most `prompt_tokens - 1` tokens, in whole blocks: the last token is always computed.
+        The load is that of the moment: its arrays may change with the fleet's next change.
         """
         group = self.group(model)
-        if group is None or group.reference is None or not group.mask:
+        return None if group is None else self.candidates_of(group, chain, prompt_tokens, excluded)
+
+    def candidates_of(
+        self,
+        group: ModelGroup,
+        chain: Sequence[bytes],
+        prompt_tokens: int,
+        excluded: Collection[str] = (),
+    ) -> Candidates | None:
+        """`candidates` of a group that `group` has just given."""
+        if group.reference is None or not group.mask:
             return None
-        slots, mask = group.slots, group.mask
+        slots, mask, run, columns = group.slots, group.mask, group.run, group.columns
         for worker in excluded:
             member = self._members.get(worker)
             if member is not None and mask >> member.slot & 1:
                 mask ^= 1 << member.slot
-                slots = slots[slots != member.slot]
+                slots, run, columns = slots[slots != member.slot], None, None
         if not mask:
             return None
         block_size = group.reference.namespace.block_size
@@ -198,29 +210,26 @@ class Fleet:
         reusable = min(len(chain), (prompt_tokens - 1) // block_size)
         depths = self.index.depths(chain, mask, self._rows.shape[1], reusable)
         self.coming.raise_depths(depths, chain, mask, self.index.holders, reusable)
-        picked = run_of(slots)
-        pending, running, waiting, free, pairs, booked = self._rows[:CHANGING_ROWS, picked].copy()
-        capacity, keys = self._rows[CHANGING_ROWS:, picked]
-        s_per_token, s_per_pair = self._speeds[:, picked]
-        hits = depths[picked]
+        hits = depths[slots if run is None else run]
         hits *= block_size
+        load = columns or columns_of(self._rows, self._speeds, slots)
         return Candidates(
-            slots=slots,
-            hit_tokens=hits,
-            pending_tokens=pending,
-            running=running,
-            waiting=waiting,
-            batch=running + waiting,
-            free_blocks=free,
-            capacity_blocks=capacity,
-            prompt_tokens=prompt_tokens,
-            block_size=block_size,
-            chain=chain,
-            booked_blocks=booked,
-            worker_keys=keys,
-            pending_pairs=pairs,
-            s_per_token=s_per_token,
-            s_per_pair=s_per_pair,
+            slots,
+            hits,
+            load.pending_tokens,
+            load.running,
+            load.waiting,
+            load.batch,
+            load.free_blocks,
+            load.capacity_blocks,
+            prompt_tokens,
+            block_size,
+            chain,
+            load.booked_blocks,
+            load.worker_keys,
+            load.pending_pairs,
+            load.s_per_token,
+            load.s_per_pair,
         )
 
     def at(self, slot: int) -> Member:
@@ -337,6 +346,9 @@ class Fleet:
         if len(self._by_slot) > self._rows.shape[1]:
             self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)], axis=1)
             self._speeds = np.concatenate([self._speeds, np.zeros_like(self._speeds)], axis=1)
+            self._row_views = list(self._rows)
+            for model in self._groups:
+                self._regroup(model)
         return len(self._by_slot) - 1
 
     def _begin_epoch(self, member: Member, card: WorkerCard) -> None:
@@ -363,13 +375,17 @@ class Fleet:
     def _expire(self) -> None:
         now = self._clock()
         self.coming.expire(now)
+        if not self._suspects:
+            return
         for member in [m for m in self._suspects if m.suspect_until <= now]:
             self._trust(member)
             self._regroup(member.card.model)
 
     def _refresh(self, member: Member) -> None:
-        if member.slot >= 0:
-            self._rows[:, member.slot] = row_of(member)
+        slot = member.slot
+        if slot >= 0:
+            for row, value in zip(self._row_views, row_of(member), strict=True):
+                row[slot] = value
 
     def _refresh_speeds(self, member: Member) -> None:
         load = member.load
@@ -394,11 +410,15 @@ class Fleet:
         for member in members:
             member.refused = difference(member.card, reference) if reference else ""
         usable = sorted(member.slot for member in members if member.usable)
+        slots = np.array(usable, dtype=np.int64)
+        run = run_of(slots)
         self._groups[model] = ModelGroup(
             reference,
             min((context_tokens(m.card) for m in ready if not m.refused), default=0),
-            np.array(usable, dtype=np.int64),
+            slots,
             sum(1 << slot for slot in usable),
+            run,
+            None if run is None else columns_of(self._rows, self._speeds, run),
         )
 
 

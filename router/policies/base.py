@@ -16,7 +16,8 @@ BoolArray = NDArray[np.bool_]
 
 
 class Candidates(NamedTuple):
-    """The workers that may serve a request. Arrays are `[n]`, n at least 1, in one order.
+    """The workers that may serve a request. Arrays are `[n]`, n at least 1, in one order; policies
+    do not write to them.
 
     slots            a number for each worker, the same from request to request
     hit_tokens       prompt tokens that the worker is expected not to compute
@@ -116,7 +117,7 @@ def least(costs: FloatArray, candidates: Candidates, tie: float, rng: random.Ran
     wins, then the fewest pending tokens, then chance: never "the first", which would be the
     same worker each time.
     """
-    lowest = float(costs.min())
+    lowest = costs.item(costs.argmin())
     near = (costs <= lowest + tie * abs(lowest)).nonzero()[0]
     for load in (candidates.batch, candidates.pending_tokens):
         if len(near) == 1:
@@ -143,7 +144,7 @@ def with_room(candidates: Candidates) -> BoolArray | None:
     free = candidates.free_blocks
     if candidates.booked_blocks is not None:
         free = free - candidates.booked_blocks
-    if int(free.min()) * size >= candidates.prompt_tokens:
+    if free.item(free.argmin()) * size >= candidates.prompt_tokens:
         return None
     needed = (candidates.new_tokens + (size - 1)) // size
     room: BoolArray = (free >= needed) | (candidates.batch == 0)
