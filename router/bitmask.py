@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-FEW = 8
+FEW = 24
 """Slots that are written one by one; more are written at once."""
 
 MAX_BASES = 256
@@ -38,8 +38,9 @@ class Spread:
     def __init__(self) -> None:
         self._bases: dict[tuple[int, ...], NDArray[np.int64]] = {}
 
-    def array(self, groups: list[tuple[int, int]], size: int) -> NDArray[np.int64]:
-        """`[size]`: the depth of each slot, of `groups` as (depth, mask) without common slots.
+    def array(self, groups: list[tuple[int, int]], size: int, unit: int) -> NDArray[np.int64]:
+        """`[size]`: the depth of each slot, times `unit`, of `groups` as (depth, mask) without
+        common slots.
 
         Slots in no group get 0. Sorts `groups`.
         """
@@ -50,20 +51,20 @@ class Spread:
         for depth, mask in groups:
             reach |= mask
             if mask.bit_count() <= FEW:
-                few.append((depth, mask))
+                few.append((depth * unit, mask))
             else:
-                key += depth, reach
+                key += depth * unit, reach
         base = self._bases.get(key)
         found = (self._base(key) if base is None else base).copy()
-        for depth, mask in few:
+        for value, mask in few:
             while mask:
                 low_bit = mask & -mask
-                found[low_bit.bit_length() - 1] = depth
+                found[low_bit.bit_length() - 1] = value
                 mask ^= low_bit
         return found
 
     def _base(self, key: tuple[int, ...]) -> NDArray[np.int64]:
-        """`key`: size, then depth and slots that reach it, the deepest first."""
+        """`key`: size, then value and slots that reach it, the deepest first."""
         size, *levels = key
         base = np.zeros(size, dtype=np.int64)
         for place in range(len(levels) - 2, -1, -2):

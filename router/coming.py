@@ -26,6 +26,7 @@ from router.bitmask import FEW, slots_of, truth_of
 MAX_BLOCKS = 4_000_000
 """Different claimed blocks at most; a claim that would exceed it does not count."""
 
+
 def _nobody(block: bytes) -> int:
     return 0
 
@@ -159,8 +160,10 @@ class ComingBlocks:
         slots: int,
         held: Callable[[bytes], int] = _nobody,
         limit: int | None = None,
+        unit: int = 1,
     ) -> None:
-        """Raise `found` (`[size]`, blocks of `chain` a slot holds) to what is coming as well.
+        """Raise `found` (`[size]`, leading blocks of `chain` that a slot holds, where a block
+        counts as `unit`) to what is coming as well.
 
         Only slots of the mask `slots` are looked at. `held` may name those of whom `found` says
         already that they hold all of the chain up to a block: most, as a rule, where many share.
@@ -180,12 +183,13 @@ class ComingBlocks:
             only_here = mask ^ deeper  # whoever is deeper has passed through here
             deeper = mask
             only_here &= ~held(chain[depth - 1])
+            value = depth * unit
             if only_here.bit_count() <= FEW:
                 for slot in slots_of(only_here):
-                    if found[slot] < depth:
-                        found[slot] = depth
+                    if found.item(slot) < value:
+                        found[slot] = value
             else:
-                np.maximum(found, depth, out=found, where=truth_of(only_here, len(found)))
+                np.maximum(found, value, out=found, where=truth_of(only_here, len(found)))
 
     def check(self) -> None:
         """Raise where the tree contradicts the claims, with figures."""

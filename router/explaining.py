@@ -116,7 +116,7 @@ def explain(
         trial = policy._replace(state=copy.deepcopy(policy.state))
         decision = trial.choose(candidates, rng)
         slots = candidates.slots.tolist()
-        costs = dict(zip(slots, decision.costs.tolist(), strict=True))
+        costs = dict(zip(slots, decision.costs.astype(np.float64).tolist(), strict=True))
         hits = dict(zip(slots, candidates.hit_tokens.tolist(), strict=True))
         chosen = slots[decision.chosen]
         reason = reason_of(candidates, decision.chosen)

@@ -22,6 +22,7 @@ from router.member import (
     Booking,
     Member,
     ModelGroup,
+    booked_of,
     columns_of,
     context_tokens,
     difference,
@@ -208,14 +209,12 @@ class Fleet:
         block_size = group.reference.namespace.block_size
         # not a slice of the chain: that would touch every one of its hashes
         reusable = min(len(chain), (prompt_tokens - 1) // block_size)
-        depths = self.index.depths(chain, mask, self._rows.shape[1], reusable)
-        self.coming.raise_depths(depths, chain, mask, self.index.holders, reusable)
-        hits = depths[slots if run is None else run]
-        hits *= block_size
+        by_slot = self.index.depths(chain, mask, self._rows.shape[1], reusable, block_size)
+        self.coming.raise_depths(by_slot, chain, mask, self.index.holders, reusable, block_size)
         load = columns or columns_of(self._rows, self._speeds, slots)
         return Candidates(
             slots,
-            hits,
+            by_slot[slots if run is None else run],
             load.pending_tokens,
             load.running,
             load.waiting,
@@ -256,7 +255,7 @@ class Fleet:
         member.unnamed[request_id] = booking
         member.routed += 1
         self.requests_total += 1
-        self._refresh(member)
+        self._refresh_booked(member)
         return booking
 
     def release(self, booking: Booking) -> None:
@@ -268,7 +267,7 @@ class Fleet:
         member = booking.member
         if member.unnamed.get(booking.request_id) is booking:
             del member.unnamed[booking.request_id]
-            self._refresh(member)
+            self._refresh_booked(member)
         self.on_room()
 
     def suspect(self, worker: str) -> None:
@@ -385,6 +384,12 @@ class Fleet:
         slot = member.slot
         if slot >= 0:
             for row, value in zip(self._row_views, row_of(member), strict=True):
+                row[slot] = value
+
+    def _refresh_booked(self, member: Member) -> None:
+        slot = member.slot
+        if slot >= 0:
+            for row, value in zip(self._row_views, booked_of(member), strict=False):
                 row[slot] = value
 
     def _refresh_speeds(self, member: Member) -> None:

@@ -14,16 +14,17 @@ from router.coming import Claim
 
 ROWS = (
     "pending_tokens",
-    "running",
     "waiting",
-    "free_blocks",
+    "batch",
     "pending_pairs",
     "booked_blocks",
-    "batch",
+    "running",
+    "free_blocks",
     "capacity_blocks",
     "worker_key",
 )
-"""What the fleet keeps of each worker as whole numbers, in this order."""
+"""What the fleet keeps of each worker as whole numbers, in this order: first what bookings
+change (`booked_of`), then what the worker alone says."""
 
 SPEEDS = ("s_per_token", "s_per_pair")
 """What it keeps of each worker's measured prefill speed, in this order."""
@@ -106,12 +107,12 @@ class Columns(NamedTuple):
     """What policies see of the workers of one model, `[n]` each, in the order of their slots."""
 
     pending_tokens: NDArray[np.int64]
-    running: NDArray[np.int64]
     waiting: NDArray[np.int64]
-    free_blocks: NDArray[np.int64]
+    batch: NDArray[np.int64]
     pending_pairs: NDArray[np.int64]
     booked_blocks: NDArray[np.int64]
-    batch: NDArray[np.int64]
+    running: NDArray[np.int64]
+    free_blocks: NDArray[np.int64]
     capacity_blocks: NDArray[np.int64]
     worker_keys: NDArray[np.int64]
     s_per_token: NDArray[np.float64]
@@ -162,23 +163,32 @@ def idle_load(card: WorkerCard) -> Load:
 
 def row_of(member: Member) -> list[int]:
     """The worker's entries of `ROWS`: its last report plus its unnamed bookings."""
+    load, card = member.load, member.card
+    return [
+        *booked_of(member),
+        load.running,
+        load.free_blocks,
+        card.capacity_blocks,
+        member.key,
+    ]
+
+
+def booked_of(member: Member) -> tuple[int, int, int, int, int]:
+    """The first five of `row_of`, which change with the worker's bookings."""
     load, unnamed = member.load, member.unnamed
     tokens = pairs = blocks = 0
     for booking in unnamed.values():
         tokens += booking.new_tokens
         pairs += booking.new_pairs
         blocks += booking.new_blocks
-    return [
+    waiting = load.waiting + len(unnamed)
+    return (
         load.pending_prefill_tokens + tokens,
-        load.running,
-        load.waiting + len(unnamed),
-        load.free_blocks,
+        waiting,
+        load.running + waiting,
         load.pending_prefill_pairs + pairs,
         blocks,
-        load.running + load.waiting + len(unnamed),
-        member.card.capacity_blocks,
-        member.key,
-    ]
+    )
 
 
 def context_tokens(card: WorkerCard) -> int:

@@ -23,7 +23,7 @@ deepest of their chains. A hit is then taken for shorter than it is, never for l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
 import numpy as np
@@ -59,10 +59,6 @@ class PrefixIndex:
             raise ValueError(f"max_pairs must be at least 1, got {max_pairs}")
         self.max_pairs = max_pairs
         self._shards: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
-        self._finders: list[Callable[[bytes, int], int]] = [
-            shard.get  # type: ignore[misc]
-            for shard in self._shards
-        ]
         # in order of storing: whatever is cut off the end leaves a prefix-closed set
         self._blocks: dict[int, dict[bytes, None]] = {}
         self._dropped: dict[int, int] = {}
@@ -135,7 +131,7 @@ class PrefixIndex:
 
     def holders(self, block: bytes) -> int:
         """The slots that hold `block`, as a mask."""
-        return self._finders[block[0]](block, 0)
+        return self._shards[block[0]].get(block, 0)
 
     def blocks_of(self, slot: int) -> frozenset[bytes]:
         """All blocks of `slot` (a copy)."""
@@ -166,9 +162,15 @@ class PrefixIndex:
         )
 
     def depths(
-        self, chain: Sequence[bytes], slots: int, size: int, limit: int | None = None
+        self,
+        chain: Sequence[bytes],
+        slots: int,
+        size: int,
+        limit: int | None = None,
+        unit: int = 1,
     ) -> NDArray[np.int64]:
-        """Leading blocks of `chain` that each slot of the mask `slots` holds: `[size]` blocks.
+        """Leading blocks of `chain` that each slot of the mask `slots` holds: `[size]`, where a
+        block counts as `unit`.
 
         Slots outside the mask get 0. With a `limit`, only so many blocks of the chain are looked
         at. Cost: about `log2(len(chain))` probes for each different depth.
@@ -193,21 +195,21 @@ class PrefixIndex:
         for depth, mask in done:
             if depth and depth not in partings and mask.bit_count() > FEW:
                 self._remember(first, depth)
-        return self._spread.array(done, size)
+        return self._spread.array(done, size, unit)
 
     def _search(
         self, chain: Sequence[bytes], low: int, high: int, mask: int, done: list[tuple[int, int]]
     ) -> None:
         """Put (depth, mask) into `done` for the slots of `mask`, whose boundaries are in
         `[low, high]`."""
-        finders = self._finders
+        shards = self._shards
         ranges = [(low, high, mask)]
         while ranges:
             low, high, mask = ranges.pop()
             while low < high:
                 middle = (low + high) >> 1
                 block = chain[middle]
-                deeper = finders[block[0]](block, 0) & mask
+                deeper = shards[block[0]].get(block, 0) & mask
                 if not deeper:
                     high = middle
                 elif deeper == mask:
@@ -246,7 +248,7 @@ class PrefixIndex:
         Puts (depth, mask) of those that part exactly there into `done`; returns what is left to
         search as (low, high, mask).
         """
-        finders = self._finders
+        shards = self._shards
         ranges: list[tuple[int, int, int]] = []
         for parting in partings:
             if parting > high:
@@ -255,14 +257,14 @@ class PrefixIndex:
                 break
             if parting > low:
                 block = chain[parting - 1]
-                reach = finders[block[0]](block, 0) & rest
+                reach = shards[block[0]].get(block, 0) & rest
             else:
                 reach = rest  # all of them hold what lies before `low`
             if reach:
                 beyond = 0
                 if parting < high:
                     block = chain[parting]
-                    beyond = finders[block[0]](block, 0) & reach
+                    beyond = shards[block[0]].get(block, 0) & reach
                 if beyond:
                     ranges.append((parting + 1, high, beyond))
                 if beyond != reach:

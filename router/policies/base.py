@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from math import floor
 from typing import Any, NamedTuple
 
 import msgspec
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+CostArray = FloatArray | IntArray
 BoolArray = NDArray[np.bool_]
 
 
@@ -57,7 +59,10 @@ class Candidates(NamedTuple):
     @property
     def new_tokens(self) -> IntArray:
         """Prompt tokens that each worker would have to compute: at least 1."""
-        new: IntArray = self.prompt_tokens - self.hit_tokens
+        hits = self.hit_tokens
+        new: IntArray = self.prompt_tokens - hits
+        if hits.item(hits.argmax()) < self.prompt_tokens:
+            return new
         return np.maximum(new, 1, out=new)
 
     def only(self, kept: BoolArray) -> Candidates:
@@ -76,7 +81,7 @@ class Decision(NamedTuple):
     """
 
     chosen: int
-    costs: FloatArray
+    costs: CostArray
 
 
 class PolicyError(ValueError):
@@ -110,7 +115,7 @@ class NoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of a policy that has nothing to set."""
 
 
-def least(costs: FloatArray, candidates: Candidates, tie: float, rng: random.Random) -> int:
+def least(costs: CostArray, candidates: Candidates, tie: float, rng: random.Random) -> int:
     """The entry of least cost, by the tie rule.
 
     Entries within the share `tie` of the least cost are as good; of those the smallest batch
@@ -118,7 +123,9 @@ def least(costs: FloatArray, candidates: Candidates, tie: float, rng: random.Ran
     same worker each time.
     """
     lowest = costs.item(costs.argmin())
-    near = (costs <= lowest + tie * abs(lowest)).nonzero()[0]
+    most = lowest + tie * abs(lowest)
+    # whole numbers are compared with a whole one: numpy would copy them as floats first
+    near = (costs <= (floor(most) if isinstance(lowest, int) else most)).nonzero()[0]
     for load in (candidates.batch, candidates.pending_tokens):
         if len(near) == 1:
             break
@@ -141,11 +148,12 @@ def with_room(candidates: Candidates) -> BoolArray | None:
     never hold is refused by its context.
     """
     size = candidates.block_size
-    free = candidates.free_blocks
-    if candidates.booked_blocks is not None:
-        free = free - candidates.booked_blocks
-    if free.item(free.argmin()) * size >= candidates.prompt_tokens:
+    free, booked = candidates.free_blocks, candidates.booked_blocks
+    most_booked = 0 if booked is None else booked.item(booked.argmax())
+    if (free.item(free.argmin()) - most_booked) * size >= candidates.prompt_tokens:
         return None
+    if booked is not None:
+        free = free - booked
     needed = (candidates.new_tokens + (size - 1)) // size
     room: BoolArray = (free >= needed) | (candidates.batch == 0)
     return None if room.all() else room

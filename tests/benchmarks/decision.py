@@ -69,7 +69,7 @@ def measure(workers: int, blocks: int, decisions: int = 600) -> tuple[float, flo
         times = []
         for each in range(decisions):
             prompt = rng.choice(prompts)
-            prompt = prompt._replace(chain=[bytes(bytearray(block)) for block in prompt.chain])
+            prompt = prompt._replace(chain=tuple(bytes(bytearray(block)) for block in prompt.chain))
             began = time.perf_counter()
             placement = dispatcher.place("m", prompt, f"r{number}.{each}")
             times.append(time.perf_counter() - began)
