@@ -26,6 +26,9 @@ from router.bitmask import FEW, slots_of, truth_of
 MAX_BLOCKS = 4_000_000
 """Different claimed blocks at most; a claim that would exceed it does not count."""
 
+VERY_FEW = 4
+"""Slots that are looked at without asking first who holds the block: that costs as much."""
+
 
 def _nobody(block: bytes) -> int:
     return 0
@@ -165,8 +168,9 @@ class ComingBlocks:
         """Raise `found` (`[size]`, leading blocks of `chain` that a slot holds, where a block
         counts as `unit`) to what is coming as well.
 
-        Only slots of the mask `slots` are looked at. `held` may name those of whom `found` says
-        already that they hold all of the chain up to a block: most, as a rule, where many share.
+        Only slots of the mask `slots` are looked at. Where many are coming, `held` may name those
+        of whom `found` says already that they hold all of the chain up to a block: most, as a
+        rule.
         With a `limit`, nothing is raised above it.
         """
         levels: list[tuple[int, int]] = []
@@ -182,8 +186,9 @@ class ComingBlocks:
         for depth, mask in reversed(levels):
             only_here = mask ^ deeper  # whoever is deeper has passed through here
             deeper = mask
-            only_here &= ~held(chain[depth - 1])
             value = depth * unit
+            if only_here.bit_count() > VERY_FEW:
+                only_here &= ~held(chain[depth - 1])
             if only_here.bit_count() <= FEW:
                 for slot in slots_of(only_here):
                     if found.item(slot) < value:

@@ -211,24 +211,25 @@ class Fleet:
         reusable = min(len(chain), (prompt_tokens - 1) // block_size)
         by_slot = self.index.depths(chain, mask, self._rows.shape[1], reusable, block_size)
         self.coming.raise_depths(by_slot, chain, mask, self.index.holders, reusable, block_size)
-        load = columns or columns_of(self._rows, self._speeds, slots)
+        if columns is None:
+            columns = columns_of(self._rows, self._speeds, slots)
+        pending, waiting, batch, pairs, booked, running, free, capacity, keys, *speeds = columns
         return Candidates(
             slots,
             by_slot[slots if run is None else run],
-            load.pending_tokens,
-            load.running,
-            load.waiting,
-            load.batch,
-            load.free_blocks,
-            load.capacity_blocks,
+            pending,
+            running,
+            waiting,
+            batch,
+            free,
+            capacity,
             prompt_tokens,
             block_size,
             chain,
-            load.booked_blocks,
-            load.worker_keys,
-            load.pending_pairs,
-            load.s_per_token,
-            load.s_per_pair,
+            booked,
+            keys,
+            pairs,
+            *speeds,
         )
 
     def at(self, slot: int) -> Member:

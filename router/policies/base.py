@@ -17,6 +17,10 @@ CostArray = FloatArray | IntArray
 BoolArray = NDArray[np.bool_]
 
 
+MANY_NEAR = 16
+"""Entries whose loads are compared at once; fewer are compared one by one."""
+
+
 class Candidates(NamedTuple):
     """The workers that may serve a request. Arrays are `[n]`, n at least 1, in one order; policies
     do not write to them.
@@ -126,12 +130,19 @@ def least(costs: CostArray, candidates: Candidates, tie: float, rng: random.Rand
     most = lowest + tie * abs(lowest)
     # whole numbers are compared with a whole one: numpy would copy them as floats first
     near = (costs <= (floor(most) if isinstance(lowest, int) else most)).nonzero()[0]
+    if len(near) == 1:
+        return near.item()
+    if len(near) > MANY_NEAR:
+        for load in (candidates.batch, candidates.pending_tokens):
+            loads = load[near]
+            near = near[loads == loads.min()]
+    entries: list[int] = near.tolist()
     for load in (candidates.batch, candidates.pending_tokens):
-        if len(near) == 1:
-            break
-        loads = load[near]
-        near = near[loads == loads.min()]
-    return int(near[0] if len(near) == 1 else near[rng.randrange(len(near))])
+        if len(entries) > 1:
+            of_each = [load.item(entry) for entry in entries]
+            smallest = min(of_each)
+            entries = [e for e, each in zip(entries, of_each, strict=True) if each == smallest]
+    return entries[0] if len(entries) == 1 else entries[rng.randrange(len(entries))]
 
 
 def any_least(costs: FloatArray, rng: random.Random) -> int:
