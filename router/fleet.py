@@ -74,6 +74,7 @@ class Fleet:
         self._rows = np.zeros((len(ROWS), 8), dtype=np.int64)
         self._row_views = list(self._rows)
         self._speeds = np.zeros((len(SPEEDS), 8))
+        self._speed_views = list(self._speeds)
         self._groups: dict[str, ModelGroup] = {}
         self._suspects: set[Member] = set()
         self._bookings: dict[int, Booking] = {}
@@ -346,7 +347,7 @@ class Fleet:
         if len(self._by_slot) > self._rows.shape[1]:
             self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)], axis=1)
             self._speeds = np.concatenate([self._speeds, np.zeros_like(self._speeds)], axis=1)
-            self._row_views = list(self._rows)
+            self._row_views, self._speed_views = list(self._rows), list(self._speeds)
             for model in self._groups:
                 self._regroup(model)
         return len(self._by_slot) - 1
@@ -395,7 +396,9 @@ class Fleet:
 
     def _refresh_speeds(self, member: Member) -> None:
         load = member.load
-        self._speeds[:, member.slot] = load.prefill_s_per_token, load.prefill_s_per_pair
+        s_per_token, s_per_pair = self._speed_views
+        s_per_token[member.slot] = load.prefill_s_per_token
+        s_per_pair[member.slot] = load.prefill_s_per_pair
 
     def _of(self, model: str) -> list[Member]:
         return [member for member in self._members.values() if member.card.model == model]
