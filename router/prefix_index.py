@@ -85,9 +85,9 @@ class PrefixIndex:
         seen = seen_with_bit = 0
         for block in hashes:
             shard = shards[block[0]]
-            before = shard.get(block)
-            if before is None:
-                shard[block] = bit
+            before = shard.setdefault(block, bit)
+            if before is bit:  # new, or its own already
+                pass
             elif before is seen:  # blocks of one chain mostly have the very same holders
                 shard[block] = seen_with_bit
             elif before & bit:

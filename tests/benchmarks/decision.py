@@ -70,7 +70,7 @@ def measure(workers: int, blocks: int, decisions: int = 600) -> tuple[float, flo
         times, cpu_times = [], []
         for each in range(decisions):
             prompt = rng.choice(prompts)
-            prompt = prompt._replace(chain=tuple(bytes(bytearray(block)) for block in prompt.chain))
+            prompt = prompt._replace(chain=[bytes(bytearray(block)) for block in prompt.chain])
             cpu_began, began = time.thread_time(), time.perf_counter()
             placement = dispatcher.place("m", prompt, f"r{number}.{each}")
             times.append(time.perf_counter() - began)
