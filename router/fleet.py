@@ -214,24 +214,8 @@ class Fleet:
         self.coming.raise_depths(by_slot, chain, mask, self.index.holders, reusable, block_size)
         if columns is None:
             columns = columns_of(self._rows, self._speeds, slots)
-        pending, waiting, batch, pairs, booked, running, free, capacity, keys, *speeds = columns
-        return Candidates(
-            slots,
-            by_slot[slots if run is None else run],
-            pending,
-            running,
-            waiting,
-            batch,
-            free,
-            capacity,
-            prompt_tokens,
-            block_size,
-            chain,
-            booked,
-            keys,
-            pairs,
-            *speeds,
-        )
+        hits = by_slot[slots if run is None else run]
+        return columns.candidates(slots, hits, prompt_tokens, block_size, chain)
 
     def at(self, slot: int) -> Member:
         """The worker in `slot`. Raises LookupError where there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from cluster.blocks import Namespace
 from cluster.protocol import Load, WorkerCard, WorkerState, prefill_pairs
 from router.coming import Claim
+from router.policies import Candidates
 
 ROWS = (
     "pending_tokens",
@@ -117,6 +119,34 @@ class Columns(NamedTuple):
     worker_keys: NDArray[np.int64]
     s_per_token: NDArray[np.float64]
     s_per_pair: NDArray[np.float64]
+
+    def candidates(
+        self,
+        slots: NDArray[np.int64],
+        hit_tokens: NDArray[np.int64],
+        prompt_tokens: int,
+        block_size: int,
+        chain: Sequence[bytes],
+    ) -> Candidates:
+        """These columns and `[n]` hits as what a policy sees of a prompt."""
+        pending, waiting, batch, pairs, booked, running, free, capacity, keys, *speeds = self
+        return Candidates(
+            slots,
+            hit_tokens,
+            pending,
+            running,
+            waiting,
+            batch,
+            free,
+            capacity,
+            prompt_tokens,
+            block_size,
+            chain,
+            booked,
+            keys,
+            pairs,
+            *speeds,
+        )
 
 
 class ModelGroup(NamedTuple):
