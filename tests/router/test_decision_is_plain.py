@@ -143,9 +143,15 @@ def plain_choice(costs, found, rng) -> int:
 groups = st.lists(st.tuples(st.integers(0, 9), st.sets(st.integers(0, 69))), max_size=6)
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.parametrize("few", [24, 2, 0])
+@settings(
+    max_examples=100,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(st.lists(groups, min_size=1, max_size=4), st.integers(1, 16))
-def test_arrays_are_what_their_groups_say(several, unit):
+def test_arrays_are_what_their_groups_say(monkeypatch, few, several, unit):
+    monkeypatch.setattr("router.bitmask.FEW", few)
     spread = Spread()
     for number, each in enumerate(several * 2):
         wanted = np.zeros(70, dtype=np.int64)
