@@ -9,6 +9,7 @@ adapter that is named like a tenant never collides with it.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Sequence
 
 import msgspec
@@ -117,4 +118,5 @@ def split_hashes(joined: bytes) -> list[bytes]:
     """Inverse of `join_hashes`. Raises ValueError where the size is no multiple of 16."""
     if len(joined) % HASH_BYTES:
         raise ValueError(f"joined hashes must be a multiple of {HASH_BYTES}, got {len(joined)}")
-    return [joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES)]
+    # several times as fast as slicing; a router does this for every block that a worker reports
+    return list(struct.unpack(f"{HASH_BYTES}s" * (len(joined) // HASH_BYTES), joined))

@@ -1,4 +1,4 @@
-"""Sets of worker slots as bit masks in Python integers."""
+"""Sets of worker slots as bit masks in Python integers, and arrays made of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
+
+FEW = 24
+"""Slots that are written one by one; more are written at once."""
+
+MAX_BASES = 256
+"""Arrays that a `Spread` keeps."""
 
 
 def slots_of(mask: int) -> Iterator[int]:
@@ -20,3 +26,50 @@ def truth_of(mask: int, size: int) -> NDArray[np.bool_]:
     """`[size]`: which slots are in the mask. Slots from `size` on must not be."""
     packed = np.frombuffer(mask.to_bytes((size + 7) // 8, "little"), dtype=np.uint8)
     return np.unpackbits(packed, count=size, bitorder="little").view(np.bool_)
+
+
+class Spread:
+    """Makes arrays of depths by slot.
+
+    Who is beyond a place that many reach is the same from prompt to prompt, so an array with the
+    many is kept and copied, and the few are written into the copy.
+    """
+
+    def __init__(self) -> None:
+        self._bases: dict[tuple[int, ...], NDArray[np.int64]] = {}
+
+    def array(self, groups: list[tuple[int, int]], size: int, unit: int) -> NDArray[np.int64]:
+        """`[size]`: the depth of each slot, times `unit`, of `groups` as (depth, mask) without
+        common slots.
+
+        Slots in no group get 0. Sorts `groups`.
+        """
+        groups.sort(reverse=True)
+        few: list[tuple[int, int]] = []
+        key: tuple[int, ...] = (size,)
+        reach = 0
+        for depth, mask in groups:
+            reach |= mask
+            if mask.bit_count() <= FEW:
+                few.append((depth * unit, mask))
+            else:
+                key += depth * unit, reach
+        base = self._bases.get(key)
+        found = (self._base(key) if base is None else base).copy()
+        for value, mask in few:
+            while mask:
+                low_bit = mask & -mask
+                found[low_bit.bit_length() - 1] = value
+                mask ^= low_bit
+        return found
+
+    def _base(self, key: tuple[int, ...]) -> NDArray[np.int64]:
+        """`key`: size, then value and slots that reach it, the deepest first."""
+        size, *levels = key
+        base = np.zeros(size, dtype=np.int64)
+        for place in range(len(levels) - 2, -1, -2):
+            base[truth_of(levels[place + 1], size)] = levels[place]
+        if len(self._bases) >= MAX_BASES:
+            self._bases.clear()
+        self._bases[key] = base
+        return base

@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from router.bitmask import slots_of, truth_of
+from router.bitmask import FEW, slots_of, truth_of
 
 MAX_BLOCKS = 4_000_000
 """Different claimed blocks at most; a claim that would exceed it does not count."""
 
-FEW = 8
-"""Slots that are set one by one; more are set at once."""
+VERY_FEW = 4
+"""Slots that are looked at without asking first who holds the block: that costs as much."""
 
 
 def _nobody(block: bytes) -> int:
@@ -163,11 +163,14 @@ class ComingBlocks:
         slots: int,
         held: Callable[[bytes], int] = _nobody,
         limit: int | None = None,
+        unit: int = 1,
     ) -> None:
-        """Raise `found` (`[size]`, blocks of `chain` a slot holds) to what is coming as well.
+        """Raise `found` (`[size]`, leading blocks of `chain` that a slot holds, where a block
+        counts as `unit`) to what is coming as well.
 
-        Only slots of the mask `slots` are looked at. `held` may name those of whom `found` says
-        already that they hold all of the chain up to a block: most, as a rule, where many share.
+        Only slots of the mask `slots` are looked at. Where many are coming, `held` may name those
+        of whom `found` says already that they hold all of the chain up to a block: most, as a
+        rule.
         With a `limit`, nothing is raised above it.
         """
         levels: list[tuple[int, int]] = []
@@ -183,13 +186,15 @@ class ComingBlocks:
         for depth, mask in reversed(levels):
             only_here = mask ^ deeper  # whoever is deeper has passed through here
             deeper = mask
-            only_here &= ~held(chain[depth - 1])
+            value = depth * unit
+            if only_here.bit_count() > VERY_FEW:
+                only_here &= ~held(chain[depth - 1])
             if only_here.bit_count() <= FEW:
                 for slot in slots_of(only_here):
-                    if found[slot] < depth:
-                        found[slot] = depth
+                    if found.item(slot) < value:
+                        found[slot] = value
             else:
-                np.maximum(found, depth, out=found, where=truth_of(only_here, len(found)))
+                np.maximum(found, value, out=found, where=truth_of(only_here, len(found)))
 
     def check(self) -> None:
         """Raise where the tree contradicts the claims, with figures."""

@@ -71,18 +71,17 @@ class Dispatcher:
             or group.reference.namespace != prompt.namespace  # hashed for workers now replaced
         ):
             return None
-        candidates = fleet.candidates(model, prompt.chain, prompt.tokens, excluded)
+        candidates = fleet.candidates_of(group, prompt.chain, prompt.tokens, excluded)
         if candidates is None:
             return None
         candidates = self._with_room(candidates)
         decision = policy.choose(candidates, self._rng)
-        slot = int(candidates.slots[decision.chosen])
-        hit_tokens = int(candidates.hit_tokens[decision.chosen])
+        slot = candidates.slots.item(decision.chosen)
+        hit_tokens = candidates.hit_tokens.item(decision.chosen)
         booking = fleet.book(slot, request_id, prompt.chain, prompt.tokens, hit_tokens)
         card = booking.member.card
         reason = reason_of(candidates, decision.chosen)
-        self._metrics.decisions.labels(policy.name, reason).inc()
-        self._metrics.decision_seconds.observe(time.perf_counter() - began)
+        self._metrics.decisions.note(policy.name, reason, time.perf_counter() - began)
         if not excluded:  # a second attempt is the same request
             self.shadows.observe(fleet, request_id, prompt.chain, candidates, decision.chosen)
         return Placement(

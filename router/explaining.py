@@ -83,10 +83,10 @@ def reason_of(candidates: Candidates, chosen: int) -> Reason:
     hits = candidates.hit_tokens
     if len(hits) == 1:
         return "only"
-    best = int(hits.max())
+    best = hits.item(hits.argmax())
     if best == 0:
         return "cold"
-    return "hit" if int(hits[chosen]) == best else "load"
+    return "hit" if hits.item(chosen) == best else "load"
 
 
 def explain(
@@ -116,7 +116,7 @@ def explain(
         trial = policy._replace(state=copy.deepcopy(policy.state))
         decision = trial.choose(candidates, rng)
         slots = candidates.slots.tolist()
-        costs = dict(zip(slots, decision.costs.tolist(), strict=True))
+        costs = dict(zip(slots, decision.costs.astype(np.float64).tolist(), strict=True))
         hits = dict(zip(slots, candidates.hit_tokens.tolist(), strict=True))
         chosen = slots[decision.chosen]
         reason = reason_of(candidates, decision.chosen)

@@ -17,12 +17,13 @@ from cluster.blocks import split_hashes
 from cluster.protocol import Load, Report, WorkerCard, WorkerState
 from router.coming import ComingBlocks
 from router.member import (
-    CHANGING_ROWS,
     ROWS,
     SPEEDS,
     Booking,
     Member,
     ModelGroup,
+    booked_of,
+    columns_of,
     context_tokens,
     difference,
     idle_load,
@@ -71,7 +72,9 @@ class Fleet:
         self._members: dict[str, Member] = {}
         self._by_slot: list[Member | None] = []
         self._rows = np.zeros((len(ROWS), 8), dtype=np.int64)
+        self._row_views = list(self._rows)
         self._speeds = np.zeros((len(SPEEDS), 8))
+        self._speed_views = list(self._speeds)
         self._groups: dict[str, ModelGroup] = {}
         self._suspects: set[Member] = set()
         self._bookings: dict[int, Booking] = {}
@@ -181,47 +184,38 @@ class Fleet:
 
         `chain` are the hashes of the prompt's full blocks; `excluded` names workers. A hit is
         at most `prompt_tokens - 1` tokens, in whole blocks: the last token is always computed.
+        The load is that of the moment: its arrays may change with the fleet's next change.
         """
         group = self.group(model)
-        if group is None or group.reference is None or not group.mask:
+        return None if group is None else self.candidates_of(group, chain, prompt_tokens, excluded)
+
+    def candidates_of(
+        self,
+        group: ModelGroup,
+        chain: Sequence[bytes],
+        prompt_tokens: int,
+        excluded: Collection[str] = (),
+    ) -> Candidates | None:
+        """`candidates` of a group that `group` has just given."""
+        if group.reference is None or not group.mask:
             return None
-        slots, mask = group.slots, group.mask
+        slots, mask, run, columns = group.slots, group.mask, group.run, group.columns
         for worker in excluded:
             member = self._members.get(worker)
             if member is not None and mask >> member.slot & 1:
                 mask ^= 1 << member.slot
-                slots = slots[slots != member.slot]
+                slots, run, columns = slots[slots != member.slot], None, None
         if not mask:
             return None
         block_size = group.reference.namespace.block_size
         # not a slice of the chain: that would touch every one of its hashes
         reusable = min(len(chain), (prompt_tokens - 1) // block_size)
-        depths = self.index.depths(chain, mask, self._rows.shape[1], reusable)
-        self.coming.raise_depths(depths, chain, mask, self.index.holders, reusable)
-        picked = run_of(slots)
-        pending, running, waiting, free, pairs, booked = self._rows[:CHANGING_ROWS, picked].copy()
-        capacity, keys = self._rows[CHANGING_ROWS:, picked]
-        s_per_token, s_per_pair = self._speeds[:, picked]
-        hits = depths[picked]
-        hits *= block_size
-        return Candidates(
-            slots=slots,
-            hit_tokens=hits,
-            pending_tokens=pending,
-            running=running,
-            waiting=waiting,
-            batch=running + waiting,
-            free_blocks=free,
-            capacity_blocks=capacity,
-            prompt_tokens=prompt_tokens,
-            block_size=block_size,
-            chain=chain,
-            booked_blocks=booked,
-            worker_keys=keys,
-            pending_pairs=pairs,
-            s_per_token=s_per_token,
-            s_per_pair=s_per_pair,
-        )
+        by_slot = self.index.depths(chain, mask, self._rows.shape[1], reusable, block_size)
+        self.coming.raise_depths(by_slot, chain, mask, self.index.holders, reusable, block_size)
+        if columns is None:
+            columns = columns_of(self._rows, self._speeds, slots)
+        hits = by_slot[slots if run is None else run]
+        return columns.candidates(slots, hits, prompt_tokens, block_size, chain)
 
     def at(self, slot: int) -> Member:
         """The worker in `slot`. Raises LookupError where there is none."""
@@ -247,7 +241,7 @@ class Fleet:
         member.unnamed[request_id] = booking
         member.routed += 1
         self.requests_total += 1
-        self._refresh(member)
+        self._refresh_booked(member)
         return booking
 
     def release(self, booking: Booking) -> None:
@@ -259,7 +253,7 @@ class Fleet:
         member = booking.member
         if member.unnamed.get(booking.request_id) is booking:
             del member.unnamed[booking.request_id]
-            self._refresh(member)
+            self._refresh_booked(member)
         self.on_room()
 
     def suspect(self, worker: str) -> None:
@@ -337,6 +331,9 @@ class Fleet:
         if len(self._by_slot) > self._rows.shape[1]:
             self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)], axis=1)
             self._speeds = np.concatenate([self._speeds, np.zeros_like(self._speeds)], axis=1)
+            self._row_views, self._speed_views = list(self._rows), list(self._speeds)
+            for model in self._groups:
+                self._regroup(model)
         return len(self._by_slot) - 1
 
     def _begin_epoch(self, member: Member, card: WorkerCard) -> None:
@@ -363,17 +360,29 @@ class Fleet:
     def _expire(self) -> None:
         now = self._clock()
         self.coming.expire(now)
+        if not self._suspects:
+            return
         for member in [m for m in self._suspects if m.suspect_until <= now]:
             self._trust(member)
             self._regroup(member.card.model)
 
     def _refresh(self, member: Member) -> None:
-        if member.slot >= 0:
-            self._rows[:, member.slot] = row_of(member)
+        slot = member.slot
+        if slot >= 0:
+            for row, value in zip(self._row_views, row_of(member), strict=True):
+                row[slot] = value
+
+    def _refresh_booked(self, member: Member) -> None:
+        slot = member.slot
+        if slot >= 0:
+            for row, value in zip(self._row_views, booked_of(member), strict=False):
+                row[slot] = value
 
     def _refresh_speeds(self, member: Member) -> None:
         load = member.load
-        self._speeds[:, member.slot] = load.prefill_s_per_token, load.prefill_s_per_pair
+        s_per_token, s_per_pair = self._speed_views
+        s_per_token[member.slot] = load.prefill_s_per_token
+        s_per_pair[member.slot] = load.prefill_s_per_pair
 
     def _of(self, model: str) -> list[Member]:
         return [member for member in self._members.values() if member.card.model == model]
@@ -394,11 +403,15 @@ class Fleet:
         for member in members:
             member.refused = difference(member.card, reference) if reference else ""
         usable = sorted(member.slot for member in members if member.usable)
+        slots = np.array(usable, dtype=np.int64)
+        run = run_of(slots)
         self._groups[model] = ModelGroup(
             reference,
             min((context_tokens(m.card) for m in ready if not m.refused), default=0),
-            np.array(usable, dtype=np.int64),
+            slots,
             sum(1 << slot for slot in usable),
+            run,
+            None if run is None else columns_of(self._rows, self._speeds, run),
         )
 
 

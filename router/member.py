@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,21 +12,21 @@ from numpy.typing import NDArray
 from cluster.blocks import Namespace
 from cluster.protocol import Load, WorkerCard, WorkerState, prefill_pairs
 from router.coming import Claim
+from router.policies import Candidates
 
 ROWS = (
     "pending_tokens",
-    "running",
     "waiting",
-    "free_blocks",
+    "batch",
     "pending_pairs",
     "booked_blocks",
+    "running",
+    "free_blocks",
     "capacity_blocks",
     "worker_key",
 )
-"""What the fleet keeps of each worker as whole numbers, in this order."""
-
-CHANGING_ROWS = 6
-"""The first of them, which every decision changes; the others change with a worker's card."""
+"""What the fleet keeps of each worker as whole numbers, in this order: first what bookings
+change (`booked_of`), then what the worker alone says."""
 
 SPEEDS = ("s_per_token", "s_per_pair")
 """What it keeps of each worker's measured prefill speed, in this order."""
@@ -104,25 +105,85 @@ class Member:
         return self.state == "ready" and not self.refused and not self.suspect_until
 
 
+class Columns(NamedTuple):
+    """What policies see of the workers of one model, `[n]` each, in the order of their slots."""
+
+    pending_tokens: NDArray[np.int64]
+    waiting: NDArray[np.int64]
+    batch: NDArray[np.int64]
+    pending_pairs: NDArray[np.int64]
+    booked_blocks: NDArray[np.int64]
+    running: NDArray[np.int64]
+    free_blocks: NDArray[np.int64]
+    capacity_blocks: NDArray[np.int64]
+    worker_keys: NDArray[np.int64]
+    s_per_token: NDArray[np.float64]
+    s_per_pair: NDArray[np.float64]
+
+    def candidates(
+        self,
+        slots: NDArray[np.int64],
+        hit_tokens: NDArray[np.int64],
+        prompt_tokens: int,
+        block_size: int,
+        chain: Sequence[bytes],
+    ) -> Candidates:
+        """These columns and `[n]` hits as what a policy sees of a prompt."""
+        pending, waiting, batch, pairs, booked, running, free, capacity, keys, *speeds = self
+        return Candidates(
+            slots,
+            hit_tokens,
+            pending,
+            running,
+            waiting,
+            batch,
+            free,
+            capacity,
+            prompt_tokens,
+            block_size,
+            chain,
+            booked,
+            keys,
+            pairs,
+            *speeds,
+        )
+
+
 class ModelGroup(NamedTuple):
     """The workers of one model that may serve now.
 
     reference        card of the one that became ready first; the others must match it
     context_tokens   longest prompt + output that every one of them can hold
     slots, mask      the usable ones, as sorted numbers and as a bit mask
+    run              the slots as a slice, where they are one
+    columns          of the slots where they are a run: views that change with the fleet
     """
 
     reference: WorkerCard | None
     context_tokens: int
     slots: NDArray[np.int64]
     mask: int
+    run: slice | None
+    columns: Columns | None
 
 
-def run_of(slots: NDArray[np.int64]) -> slice | NDArray[np.int64]:
-    """The sorted `slots` as a slice where they are a run, as they mostly are: arrays are then
-    copied some five times faster."""
+def columns_of(
+    rows: NDArray[np.int64],
+    speeds: NDArray[np.float64],
+    slots: slice | NDArray[np.int64],
+) -> Columns:
+    """The columns of `slots`, read-only: views of `rows` and `speeds` where they are a slice."""
+    picked, measured = rows[:, slots], speeds[:, slots]
+    picked.flags.writeable = measured.flags.writeable = False
+    return Columns(*picked, *measured)
+
+
+def run_of(slots: NDArray[np.int64]) -> slice | None:
+    """The sorted `slots` as a slice where they are a run, as they mostly are."""
+    if not len(slots):
+        return None
     first, last = int(slots[0]), int(slots[-1])
-    return slice(first, last + 1) if last - first + 1 == len(slots) else slots
+    return slice(first, last + 1) if last - first + 1 == len(slots) else None
 
 
 def idle_load(card: WorkerCard) -> Load:
@@ -132,22 +193,32 @@ def idle_load(card: WorkerCard) -> Load:
 
 def row_of(member: Member) -> list[int]:
     """The worker's entries of `ROWS`: its last report plus its unnamed bookings."""
+    load, card = member.load, member.card
+    return [
+        *booked_of(member),
+        load.running,
+        load.free_blocks,
+        card.capacity_blocks,
+        member.key,
+    ]
+
+
+def booked_of(member: Member) -> tuple[int, int, int, int, int]:
+    """The first five of `row_of`, which change with the worker's bookings."""
     load, unnamed = member.load, member.unnamed
     tokens = pairs = blocks = 0
     for booking in unnamed.values():
         tokens += booking.new_tokens
         pairs += booking.new_pairs
         blocks += booking.new_blocks
-    return [
+    waiting = load.waiting + len(unnamed)
+    return (
         load.pending_prefill_tokens + tokens,
-        load.running,
-        load.waiting + len(unnamed),
-        load.free_blocks,
+        waiting,
+        load.running + waiting,
         load.pending_prefill_pairs + pairs,
         blocks,
-        member.card.capacity_blocks,
-        member.key,
-    ]
+    )
 
 
 def context_tokens(card: WorkerCard) -> int:

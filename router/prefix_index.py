@@ -9,7 +9,12 @@ range splits the workers into those that go deeper and those that do not.
             holders ────┴──▶ search (mid, n]      others ──▶ search [0, mid]
 
 Where many workers part, a common beginning ends: mostly where it ended for the last prompts
-with the same first block. These places are probed before the middle.
+with the same first block. These places are probed before the middle. Beyond the deepest of them
+a conversation begins, and its few holders are looked for first where they ended last time.
+
+The masks lie in 256 dictionaries, by the first byte of the hash. A dictionary that grows moves
+all its entries at once: one of ten million would hold up the event loop for a second, one of
+80,000 does for some milliseconds.
 
 The index is bounded. Beyond `max_pairs` (block, worker) pairs it drops the latest stored blocks
 of the worker that has most: parents are stored before what continues them, so these are the
@@ -24,20 +29,18 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from router.bitmask import slots_of, truth_of
+from router.bitmask import FEW, Spread
 
 MAX_PAIRS = 20_000_000
 """Some 3 GB at most."""
 
-FEW = 8
-"""Slots that are written one by one; more are written at once."""
-
+SHARDS = 256
 
 MAX_PARTINGS = 4
-"""Places where many workers parted that are remembered for one first block."""
+"""Places where workers parted that are remembered for one block where a range begins."""
 
-MAX_BEGINNINGS = 4096
-"""First blocks for which they are."""
+MAX_BEGINNINGS = 16_384
+"""Blocks for which they are."""
 
 
 class IndexCheckError(AssertionError):
@@ -55,17 +58,19 @@ class PrefixIndex:
         if max_pairs < 1:
             raise ValueError(f"max_pairs must be at least 1, got {max_pairs}")
         self.max_pairs = max_pairs
-        self._masks: dict[bytes, int] = {}
+        self._shards: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
         # in order of storing: whatever is cut off the end leaves a prefix-closed set
         self._blocks: dict[int, dict[bytes, None]] = {}
         self._dropped: dict[int, int] = {}
         self._pairs = 0
-        # first block -> depths at which many workers parted, the deepest first
+        # block where a range begins -> depths at which workers parted, the deepest first:
+        # many, for a chain's first block; the few that hold a later one
         self._partings: dict[bytes, list[int]] = {}
+        self._spread = Spread()
 
     def __len__(self) -> int:
         """Number of different blocks that any slot holds."""
-        return len(self._masks)
+        return sum(map(len, self._shards))
 
     @property
     def pairs(self) -> int:
@@ -74,24 +79,23 @@ class PrefixIndex:
 
     def store(self, slot: int, hashes: Iterable[bytes]) -> None:
         """The worker in `slot` holds `hashes` from now on: parents before what continues them."""
-        masks, held = self._masks, self._blocks.setdefault(slot, {})
+        shards, held = self._shards, self._blocks.setdefault(slot, {})
         before_pairs = len(held)
-        bit = 1 << slot
-        fresh = [block for block in hashes if block not in held]
-        held.update(dict.fromkeys(fresh))
-        masks_before = list(map(masks.get, fresh))
-        if masks_before.count(None) == len(fresh):
-            # one int object a slot serves all blocks that it alone holds
-            masks.update(dict.fromkeys(fresh, bit))
-        else:
-            seen = seen_with_bit = 0
-            for block, before in zip(fresh, masks_before, strict=True):
-                if before is None:
-                    masks[block] = bit
-                    continue
-                if before is not seen:  # blocks of one chain mostly have the very same holders
-                    seen, seen_with_bit = before, before | bit
-                masks[block] = seen_with_bit
+        bit = 1 << slot  # this one object serves all of these blocks that nobody else holds
+        seen = seen_with_bit = 0
+        for block in hashes:
+            shard = shards[block[0]]
+            before = shard.setdefault(block, bit)
+            if before is bit:  # new, or its own already
+                pass
+            elif before is seen:  # blocks of one chain mostly have the very same holders
+                shard[block] = seen_with_bit
+            elif before & bit:
+                continue
+            else:
+                seen, seen_with_bit = before, before | bit
+                shard[block] = seen_with_bit
+            held[block] = None
         self._pairs += len(held) - before_pairs
         if self._pairs > self.max_pairs:
             self._shrink()
@@ -123,11 +127,11 @@ class PrefixIndex:
 
     def holds(self, slot: int, block: bytes) -> bool:
         """Whether the worker in `slot` holds `block`."""
-        return bool(self._masks.get(block, 0) >> slot & 1)
+        return bool(self.holders(block) >> slot & 1)
 
     def holders(self, block: bytes) -> int:
         """The slots that hold `block`, as a mask."""
-        return self._masks.get(block, 0)
+        return self._shards[block[0]].get(block, 0)
 
     def blocks_of(self, slot: int) -> frozenset[bytes]:
         """All blocks of `slot` (a copy)."""
@@ -158,9 +162,15 @@ class PrefixIndex:
         )
 
     def depths(
-        self, chain: Sequence[bytes], slots: int, size: int, limit: int | None = None
+        self,
+        chain: Sequence[bytes],
+        slots: int,
+        size: int,
+        limit: int | None = None,
+        unit: int = 1,
     ) -> NDArray[np.int64]:
-        """Leading blocks of `chain` that each slot of the mask `slots` holds: `[size]` blocks.
+        """Leading blocks of `chain` that each slot of the mask `slots` holds: `[size]`, where a
+        block counts as `unit`.
 
         Slots outside the mask get 0. With a `limit`, only so many blocks of the chain are looked
         at. Cost: about `log2(len(chain))` probes for each different depth.
@@ -171,20 +181,35 @@ class PrefixIndex:
         closed the search may end at a boundary behind a hole; it never claims more than the
         deepest block that is held.
         """
-        found = np.zeros(size, dtype=np.int64)
-        held = self._masks.get
         length = len(chain) if limit is None else limit
         if not slots or not length:
-            return found
+            return np.zeros(size, dtype=np.int64)
+        first = chain[0]
+        partings = self._partings.get(first, ())
         done: list[tuple[int, int]] = []
-        partings = self._partings.get(chain[0], ())
-        ranges = self._at_partings(chain, slots, length, partings, done)
-        # (low, high, mask): every slot of `mask` has its boundary in [low, high]
+        for low, high, mask in self._part_at(chain, partings, 0, length, slots, done):
+            if low and mask.bit_count() <= FEW:
+                self._search_few(chain, low, high, mask, done)
+            else:
+                self._search(chain, low, high, mask, done)
+        for depth, mask in done:
+            if depth and depth not in partings and mask.bit_count() > FEW:
+                self._remember(first, depth)
+        return self._spread.array(done, size, unit)
+
+    def _search(
+        self, chain: Sequence[bytes], low: int, high: int, mask: int, done: list[tuple[int, int]]
+    ) -> None:
+        """Put (depth, mask) into `done` for the slots of `mask`, whose boundaries are in
+        `[low, high]`."""
+        shards = self._shards
+        ranges = [(low, high, mask)]
         while ranges:
             low, high, mask = ranges.pop()
             while low < high:
                 middle = (low + high) >> 1
-                deeper = held(chain[middle], 0) & mask
+                block = chain[middle]
+                deeper = shards[block[0]].get(block, 0) & mask
                 if not deeper:
                     high = middle
                 elif deeper == mask:
@@ -193,45 +218,53 @@ class PrefixIndex:
                     ranges.append((low, middle, mask ^ deeper))
                     low, mask = middle + 1, deeper
             done.append((low, mask))
-        places: list[int] = []
-        values: list[int] = []
-        for depth, mask in done:
-            if not depth:
-                continue
-            if mask.bit_count() <= FEW:
-                for slot in slots_of(mask):
-                    places.append(slot)
-                    values.append(depth)
-            else:
-                found[truth_of(mask, size)] = depth
-                if depth not in partings:
-                    self._part(chain[0], depth)
-        if places:
-            found[places] = values
-        return found
 
-    def _at_partings(
+    def _search_few(
+        self, chain: Sequence[bytes], low: int, high: int, mask: int, done: list[tuple[int, int]]
+    ) -> None:
+        """`_search`, first where the last chain with the same block before `low` had its ends."""
+        beginning = chain[low - 1]
+        before = self._partings.get(beginning, ())
+        ends: list[tuple[int, int]] = []
+        for rest in self._part_at(chain, before, low, high, mask, ends):
+            self._search(chain, *rest, ends)
+        now = sorted((depth for depth, _ in ends), reverse=True)[:MAX_PARTINGS]
+        if now != before:
+            self._partings_of(beginning)[:] = now
+        done += ends
+
+    def _part_at(
         self,
         chain: Sequence[bytes],
-        slots: int,
-        length: int,
         partings: Sequence[int],
+        low: int,
+        high: int,
+        rest: int,
         done: list[tuple[int, int]],
     ) -> list[tuple[int, int, int]]:
-        """Split `slots` at `partings`, the deepest first, by two probes each.
+        """Split the slots of `rest`, whose boundaries are in `[low, high]`, at `partings`, the
+        deepest first, by two probes each.
 
         Puts (depth, mask) of those that part exactly there into `done`; returns what is left to
         search as (low, high, mask).
         """
-        held = self._masks.get
+        shards = self._shards
         ranges: list[tuple[int, int, int]] = []
-        rest, high = slots, length
         for parting in partings:
             if parting > high:
                 continue
-            reach = held(chain[parting - 1], 0) & rest
+            if parting < low:
+                break
+            if parting > low:
+                block = chain[parting - 1]
+                reach = shards[block[0]].get(block, 0) & rest
+            else:
+                reach = rest  # all of them hold what lies before `low`
             if reach:
-                beyond = held(chain[parting], 0) & reach if parting < high else 0
+                beyond = 0
+                if parting < high:
+                    block = chain[parting]
+                    beyond = shards[block[0]].get(block, 0) & reach
                 if beyond:
                     ranges.append((parting + 1, high, beyond))
                 if beyond != reach:
@@ -240,7 +273,7 @@ class PrefixIndex:
                 if not rest:
                     return ranges
             high = parting - 1  # whoever is left does not hold it
-        ranges.append((0, high, rest))
+        ranges.append((low, high, rest))
         return ranges
 
     def check(self) -> None:
@@ -249,11 +282,12 @@ class PrefixIndex:
         for slot, blocks in self._blocks.items():
             for block in blocks:
                 rebuilt[block] = rebuilt.get(block, 0) | 1 << slot
-        if rebuilt != self._masks:
+        masks = {block: mask for shard in self._shards for block, mask in shard.items()}
+        if rebuilt != masks:
             wrong = [
                 block
-                for block in rebuilt.keys() | self._masks.keys()
-                if rebuilt.get(block, 0) != self._masks.get(block, 0)
+                for block in rebuilt.keys() | masks.keys()
+                if rebuilt.get(block, 0) != masks.get(block, 0)
             ]
             raise IndexCheckError(
                 f"{len(wrong)} of {len(rebuilt)} blocks have a mask that differs from the "
@@ -265,13 +299,18 @@ class PrefixIndex:
                 f"{pairs} pairs are held, {self._pairs} counted, {self.max_pairs} allowed"
             )
 
-    def _part(self, first: bytes, depth: int) -> None:
-        """Remember a parting, in the place of the nearest one where there are enough."""
-        partings = self._partings.get(first)
+    def _partings_of(self, beginning: bytes) -> list[int]:
+        """What is remembered for `beginning`, to be changed."""
+        partings = self._partings.get(beginning)
         if partings is None:
             if len(self._partings) >= MAX_BEGINNINGS:
                 self._partings.clear()
-            partings = self._partings[first] = []
+            partings = self._partings[beginning] = []
+        return partings
+
+    def _remember(self, first: bytes, depth: int) -> None:
+        """Remember a parting, in the place of the nearest one where there are enough."""
+        partings = self._partings_of(first)
         if len(partings) >= MAX_PARTINGS:
             partings.remove(min(partings, key=lambda parting: abs(parting - depth)))
         partings.append(depth)
@@ -279,11 +318,12 @@ class PrefixIndex:
 
     def _clear(self, blocks: Iterable[bytes], slot: int) -> None:
         """Take `slot`, which holds each of `blocks`, out of their masks."""
-        masks, bit = self._masks, 1 << slot
+        shards, bit = self._shards, 1 << slot
         for block in blocks:
-            mask = masks.pop(block)
+            shard = shards[block[0]]
+            mask = shard.pop(block)
             if mask != bit:
-                masks[block] = mask ^ bit
+                shard[block] = mask ^ bit
 
     def _shrink(self) -> None:
         """Drop down to `max_pairs`: the latest stored of the slot that has most, down to its

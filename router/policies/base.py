@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from math import floor
 from typing import Any, NamedTuple
 
 import msgspec
@@ -12,11 +13,17 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+CostArray = FloatArray | IntArray
 BoolArray = NDArray[np.bool_]
 
 
+MANY_NEAR = 16
+"""Entries whose loads are compared at once; fewer are compared one by one."""
+
+
 class Candidates(NamedTuple):
-    """The workers that may serve a request. Arrays are `[n]`, n at least 1, in one order.
+    """The workers that may serve a request. Arrays are `[n]`, n at least 1, in one order; policies
+    do not write to them.
 
     slots            a number for each worker, the same from request to request
     hit_tokens       prompt tokens that the worker is expected not to compute
@@ -56,7 +63,10 @@ class Candidates(NamedTuple):
     @property
     def new_tokens(self) -> IntArray:
         """Prompt tokens that each worker would have to compute: at least 1."""
-        new: IntArray = self.prompt_tokens - self.hit_tokens
+        hits = self.hit_tokens
+        new: IntArray = self.prompt_tokens - hits
+        if hits.item(hits.argmax()) < self.prompt_tokens:
+            return new
         return np.maximum(new, 1, out=new)
 
     def only(self, kept: BoolArray) -> Candidates:
@@ -75,7 +85,7 @@ class Decision(NamedTuple):
     """
 
     chosen: int
-    costs: FloatArray
+    costs: CostArray
 
 
 class PolicyError(ValueError):
@@ -109,21 +119,30 @@ class NoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of a policy that has nothing to set."""
 
 
-def least(costs: FloatArray, candidates: Candidates, tie: float, rng: random.Random) -> int:
+def least(costs: CostArray, candidates: Candidates, tie: float, rng: random.Random) -> int:
     """The entry of least cost, by the tie rule.
 
     Entries within the share `tie` of the least cost are as good; of those the smallest batch
     wins, then the fewest pending tokens, then chance: never "the first", which would be the
     same worker each time.
     """
-    lowest = float(costs.min())
-    near = (costs <= lowest + tie * abs(lowest)).nonzero()[0]
+    lowest = costs.item(costs.argmin())
+    most = lowest + tie * abs(lowest)
+    # whole numbers are compared with a whole one: numpy would copy them as floats first
+    near = (costs <= (floor(most) if isinstance(lowest, int) else most)).nonzero()[0]
+    if len(near) == 1:
+        return near.item()
+    if len(near) > MANY_NEAR:
+        for load in (candidates.batch, candidates.pending_tokens):
+            loads = load[near]
+            near = near[loads == loads.min()]
+    entries: list[int] = near.tolist()
     for load in (candidates.batch, candidates.pending_tokens):
-        if len(near) == 1:
-            break
-        loads = load[near]
-        near = near[loads == loads.min()]
-    return int(near[0] if len(near) == 1 else near[rng.randrange(len(near))])
+        if len(entries) > 1:
+            of_each = [load.item(entry) for entry in entries]
+            smallest = min(of_each)
+            entries = [e for e, each in zip(entries, of_each, strict=True) if each == smallest]
+    return entries[0] if len(entries) == 1 else entries[rng.randrange(len(entries))]
 
 
 def any_least(costs: FloatArray, rng: random.Random) -> int:
@@ -140,11 +159,12 @@ def with_room(candidates: Candidates) -> BoolArray | None:
     never hold is refused by its context.
     """
     size = candidates.block_size
-    free = candidates.free_blocks
-    if candidates.booked_blocks is not None:
-        free = free - candidates.booked_blocks
-    if int(free.min()) * size >= candidates.prompt_tokens:
+    free, booked = candidates.free_blocks, candidates.booked_blocks
+    most_booked = 0 if booked is None else booked.item(booked.argmax())
+    if (free.item(free.argmin()) - most_booked) * size >= candidates.prompt_tokens:
         return None
+    if booked is not None:
+        free = free - booked
     needed = (candidates.new_tokens + (size - 1)) // size
     room: BoolArray = (free >= needed) | (candidates.batch == 0)
     return None if room.all() else room

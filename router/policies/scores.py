@@ -14,7 +14,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 import numpy as np
 
-from router.policies.base import Candidates, Decision, FloatArray, NoParameters, least
+from router.policies.base import Candidates, CostArray, Decision, FloatArray, NoParameters, least
 from router.policies.hotspot import HotspotState, left_out
 
 Tie = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
@@ -49,7 +49,8 @@ def locality(
     """
     work = candidates.new_tokens
     work += candidates.pending_tokens
-    costs: FloatArray = work * (candidates.batch + np.float64(1.0))
+    costs: CostArray = work * candidates.batch
+    costs += work
     if parameters.guard:
         out = left_out(
             candidates, state, lambda: least(costs, candidates, parameters.tie, random.Random(0))

@@ -42,7 +42,8 @@ def extends(chain: list[bytes], block: bytes, others: list[list[bytes]]) -> set[
 )
 @given(operations, st.lists(chains, min_size=1, max_size=6))
 def test_depths_equal_those_of_plain_sets(monkeypatch, few, steps, queries):
-    monkeypatch.setattr("router.prefix_index.FEW", few)  # 0: every parting is remembered
+    for module in ("prefix_index", "bitmask"):  # 0: every slot is one of many
+        monkeypatch.setattr(f"router.{module}.FEW", few)
     index, model = PrefixIndex(), {}
     seen = [chain for _, _, chain in steps]
     for action, slot, chain in steps:
@@ -172,6 +173,6 @@ def test_a_set_with_a_hole_claims_a_boundary_and_never_more_than_it_holds():
 def test_check_names_a_mask_that_lies():
     index = PrefixIndex()
     index.store(0, A)
-    index._masks[A[2]] = 0b100
+    index._shards[A[2][0]][A[2]] = 0b100
     with pytest.raises(IndexCheckError, match=f"1 of 10 blocks.*{A[2].hex()}"):
         index.check()
