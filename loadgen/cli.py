@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -22,6 +22,7 @@ from loadgen.arm import OptionError
 from loadgen.arrivals import ArrivalError
 from loadgen.compare import CompareOptions, RunOptions, compare, run
 from loadgen.flags import ReplayFlags, with_flags
+from loadgen.goodput import GOODPUT_FILE, GoodputOptions, GoodputSummary, goodput
 from loadgen.measures import SloError
 from loadgen.progress import Bars
 from loadgen.report import REPORT_FILE
@@ -35,6 +36,8 @@ WIDTH_WITHOUT_TERMINAL = 150
 KNOWN_ERRORS = (AdminError, RequestFileError, TraceError)
 USAGE_ERRORS = (ArrivalError, OptionError, SloError, WorkloadError)
 
+R = TypeVar("R")
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -45,6 +48,7 @@ app = typer.Typer(
 )
 
 _COMPARE = CompareOptions(url="")
+_GOODPUT = GoodputOptions(url="")
 BOTH_POLICIES = ",".join(_COMPARE.policies)
 Policies = Annotated[
     str, typer.Option("--policies", help="Separated by commas; the first is the base.")
@@ -81,6 +85,42 @@ def run_command(
     folder = flags.folder("run")
     options = RunOptions(flush=flush, **flags.options(folder))
     _finish(lambda bars: run(options, bars), folder)
+
+
+@app.command("goodput")
+@with_flags(ReplayFlags)
+def goodput_command(
+    flags: ReplayFlags,
+    policies: Policies = BOTH_POLICIES,
+    attainment: Annotated[
+        float, typer.Option("--attainment", help="Share of requests that must keep the bounds.")
+    ] = _GOODPUT.attainment,
+    precision: Annotated[
+        float, typer.Option("--precision", help="How near the answer is to be; 0.1: 10 %.")
+    ] = _GOODPUT.precision,
+    max_trials: Annotated[
+        int, typer.Option("--max-trials", help="Replays of each policy at most.", min=1)
+    ] = _GOODPUT.max_trials,
+) -> None:
+    """Search the highest request rate at which each policy still keeps the --goodput bounds.
+
+    Begins at --request-rate, or at a trace's own rate.
+    """
+    folder = flags.folder("goodput")
+    options = GoodputOptions(
+        policies=split_policies(policies),
+        attainment=attainment,
+        precision=precision,
+        max_trials=max_trials,
+        **flags.options(folder),
+    )
+    summary = _work(lambda bars: goodput(options, bars))
+    console = _console()
+    console.print(goodput_table(summary))
+    for reason in summary.reasons:
+        console.print(f"invalid: {reason}", style="red", markup=False, highlight=False)
+    console.print(f"results: {folder / GOODPUT_FILE}", markup=False, highlight=False)
+    raise typer.Exit(EXIT_VALID if summary.valid else EXIT_INVALID)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -134,17 +174,45 @@ def table(summary: Summary) -> Table:
     return result
 
 
+def goodput_table(summary: GoodputSummary) -> Table:
+    """What each policy can be asked."""
+    result = Table(
+        caption=f"highest rate at which {100 * summary.attainment:g} % of the requests kept "
+        f"{wording.slo_text(summary.slo)}"
+        + ("; emulated accelerators: times follow a cost model" if summary.emulated else ""),
+        caption_justify="left",
+    )
+    columns = ("policy", "requests /s", "too much /s", "kept there", "goodput /s", "trials")
+    for column in columns:
+        result.add_column(column, justify="left" if column == "policy" else "right")
+    for name, found in summary.policies.items():
+        best = max((t for t in found.trials if t.met), key=lambda t: t.rate, default=None)
+        result.add_row(
+            name,
+            wording.number(found.rate),
+            wording.number(found.too_much),
+            wording.percent(best.measures.kept_share if best else None),
+            wording.number(best.measures.goodput if best else None),
+            str(len(found.trials)),
+        )
+    return result
+
+
 def _finish(work: Callable[[Bars], Summary], folder: Path) -> None:
     """Do the work under progress bars, tell what came out, end with the exit code."""
+    summary = _work(work)
+    _tell(summary, folder)
+    raise typer.Exit(EXIT_VALID if summary.valid else EXIT_INVALID)
+
+
+def _work(work: Callable[[Bars], R]) -> R:
     errors = _console(stderr=True)
     try:
         with Bars(errors) as bars:
-            summary = work(bars)
+            return work(bars)
     except KeyboardInterrupt:
         errors.print("loadgen: interrupted; the gateway has its policy back", style="red")
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    _tell(summary, folder)
-    raise typer.Exit(EXIT_VALID if summary.valid else EXIT_INVALID)
 
 
 def _tell(summary: Summary, folder: Path) -> None:

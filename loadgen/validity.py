@@ -31,19 +31,26 @@ class ArmEvidence(NamedTuple):
 
 
 def reasons(
-    arms: Mapping[str, Sequence[ArmEvidence]], requests: int, max_client_lag_ms: float
+    arms: Mapping[str, Sequence[ArmEvidence]],
+    requests: int,
+    max_client_lag_ms: float,
+    *,
+    errors_count: bool = True,
 ) -> list[str]:
     """Why the run is invalid; empty where it is valid.
 
     arms                the repeats of each arm, by policy
     requests            how many the request file holds
     max_client_lag_ms   bound on the 99th percentile of sent − intended
+    errors_count        whether failed and unfinished requests make it invalid; where overload is
+                        what is looked for, they do not
     """
     found = []
     for name, repeats in arms.items():
         for number, arm in enumerate(repeats, start=1):
             label = name if len(repeats) == 1 else f"{name}, repeat {number}"
-            found += [f"{label}: {text}" for text in _arm_reasons(arm, requests, max_client_lag_ms)]
+            why = _arm_reasons(arm, requests, max_client_lag_ms, errors_count)
+            found += [f"{label}: {text}" for text in why]
     return found + _unequal(arms)
 
 
@@ -76,7 +83,9 @@ def _workers(repeats: Sequence[ArmEvidence]) -> str:
     return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
 
-def _arm_reasons(arm: ArmEvidence, requests: int, max_client_lag_ms: float) -> list[str]:
+def _arm_reasons(
+    arm: ArmEvidence, requests: int, max_client_lag_ms: float, errors_count: bool
+) -> list[str]:
     found = []
     outcomes = arm.outcomes
     sent = sum(outcome.sent_s is not None for outcome in outcomes)
@@ -88,7 +97,7 @@ def _arm_reasons(arm: ArmEvidence, requests: int, max_client_lag_ms: float) -> l
             f"the client lagged: 1 % of the requests went out {lag_ms:.0f} ms or more after "
             f"their time (limit {max_client_lag_ms:g} ms); use a quieter machine or a lower rate"
         )
-    for status in ("failed", "unfinished"):
+    for status in ("failed", "unfinished") if errors_count else ():
         bad = [outcome for outcome in outcomes if outcome.status == status]
         if bad:
             verb = "failed" if status == "failed" else "did not finish"
@@ -99,10 +108,10 @@ def _arm_reasons(arm: ArmEvidence, requests: int, max_client_lag_ms: float) -> l
     )
     if unknown:
         found.append(f"{unknown} answers carried no usage, so their token counts are unknown")
-    return found + _fleet_reasons(arm, sent)
+    return found + _fleet_reasons(arm, sent, errors_count)
 
 
-def _fleet_reasons(arm: ArmEvidence, sent: int) -> list[str]:
+def _fleet_reasons(arm: ArmEvidence, sent: int, errors_count: bool) -> list[str]:
     found = []
     before, after = arm.before, arm.after
     if arm.flushed and before.blocks:
@@ -110,7 +119,7 @@ def _fleet_reasons(arm: ArmEvidence, sent: int) -> list[str]:
     routed = after.requests_total - before.requests_total
     if routed > sent:
         found.append(f"the gateway routed {routed - sent} requests that were not ours")
-    elif routed < sent:
+    elif routed < sent and errors_count:
         found.append(f"the gateway routed only {routed} of our {sent} requests")
     strangers = Counter(
         outcome.policy for outcome in arm.outcomes if outcome.policy not in ("", arm.policy)
