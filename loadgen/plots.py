@@ -204,7 +204,7 @@ def ticks_below(
         f"{form(tick)}</text>"
         for tick in axis.ticks
     ]
-    middle = (x(axis.ticks[0]) + x(axis.ticks[-1])) / 2
+    middle = (x(axis.ticks[0]) + WIDTH - RIGHT) / 2
     lines.append(
         f'<text class="label" x="{middle:.1f}" y="{bottom + 35}" text-anchor="middle">'
         f"{escape(label)}</text>"

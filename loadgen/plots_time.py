@@ -82,7 +82,10 @@ def load_over_time(workers: Mapping[str, Sequence[Point]], top: float, label: st
 
 
 def _time_axis(points: Sequence[Point]) -> Axis:
-    return linear_axis(max((seconds for seconds, _ in points), default=1.0))
+    """From 0 to the last point, with round ticks."""
+    last_s = max((seconds for seconds, _ in points), default=0.0) or 1.0
+    ticks = [tick for tick in linear_axis(last_s).ticks if tick <= last_s]
+    return Axis(lambda seconds: seconds / last_s, ticks)
 
 
 def _frame(time: Axis, axis: Axis, form: Callable[[float], str]) -> list[str]:
