@@ -90,6 +90,9 @@ def test_no_gateway_ends_with_1_and_a_sentence(tmp_path, capsys):
         ["--goodput", "speed:1"],
         ["--workload", "other"],
         ["--groups", "0"],
+        ["--documents", "3"],
+        ["--speed-up", "2"],
+        ["--burstiness", "0"],
         ["--no-such-flag"],
     ],
 )
