@@ -7,6 +7,7 @@ usage, 130 after Ctrl-C.
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -127,6 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script; always ends in SystemExit."""
     given = spread_goodput(sys.argv[1:] if arguments is None else arguments)
     console = _console(stderr=True)
+    # Whoever ends us, the gateway gets its policy back as after Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
     try:
         app(args=given, prog_name="loadgen")
     except KNOWN_ERRORS as error:

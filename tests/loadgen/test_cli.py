@@ -108,7 +108,8 @@ def test_a_bad_request_file_ends_with_1(gateway, tmp_path, capsys):
     assert "line 1 is not a request" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_with_130_and_puts_the_policy_back(gateway, tmp_path):
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_with_130_and_puts_the_policy_back(gateway, tmp_path, how):
     gateway.policy = "locality"
     begun, held = threading.Event(), asyncio.Event()
 
@@ -131,7 +132,7 @@ def test_ctrl_c_ends_with_130_and_puts_the_policy_back(gateway, tmp_path):
     try:
         assert begun.wait(60)
         assert gateway.policy == "round_robin"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(how)
         _, err = process.communicate(timeout=60)
     finally:
         gateway.soon(held.set)
