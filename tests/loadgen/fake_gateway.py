@@ -61,6 +61,7 @@ class FakeGateway:
         self.flushes = 0
         self.probes = 0
         self.tokens_per_word = 1
+        self.usage_name = "usage"
         self.explained = 0
         self.no_explanations = False
         self.behave: Behaviour = whole_answer
@@ -123,7 +124,8 @@ class FakeGateway:
         if not body.get("stream"):  # a probe of how many tokens a text has
             self.probes += 1
             words = len(body["messages"][-1]["content"].split())
-            return web.json_response({"usage": {"prompt_tokens": self.tokens_per_word * words + 7}})
+            tokens = self.tokens_per_word * words + 7
+            return web.json_response({self.usage_name: {"prompt_tokens": tokens}})
         self.bodies.append((self.policy, data))
         self.requests_total += 1
         return await self.behave(self, request, body)

@@ -76,6 +76,18 @@ def test_an_invalid_comparison_prints_each_reason_and_ends_with_3(gateway, tmp_p
     assert "\nvalid\n" not in out
 
 
+def test_a_search_prints_what_each_policy_can_be_asked(gateway, tmp_path, capsys):
+    code = call(
+        "goodput", "--url", gateway.url, "--out", str(tmp_path), *SMALL, *QUICK,
+        "--max-trials", "2", "--goodput", "ttft:60000",
+    )  # fmt: skip
+    out = capsys.readouterr().out
+    assert code == 0, out
+    assert "400.00" in out
+    assert "90 % of the requests kept TTFT 60,000 ms" in out
+    assert (tmp_path / "goodput.json").exists()
+
+
 def test_no_gateway_ends_with_1_and_a_sentence(tmp_path, capsys):
     code = call("compare", "--url", "http://127.0.0.1:1", "--out", str(tmp_path))
     assert code == 1
@@ -89,6 +101,7 @@ def test_no_gateway_ends_with_1_and_a_sentence(tmp_path, capsys):
         ["--request-rate", "0"],
         ["--goodput", "speed:1"],
         ["--workload", "other"],
+        ["--repeats", "0"],
         ["--groups", "0"],
         ["--documents", "3"],
         ["--speed-up", "2"],
