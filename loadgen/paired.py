@@ -126,16 +126,23 @@ def difference(
         return None
     statistic = _mean if quantile is None else _quantile(quantile)
     rng = np.random.default_rng(seed)
-    # One array a repeat: [pair, (base value, base weight, arm value, arm weight)].
-    arrays = [np.hstack((np.array(base), np.array(arm))) for base, arm in strata]
+    # Rows value and weight, columns all pairs, repeat after repeat.
+    one = np.array([pair for base, _ in strata for pair in base]).T.copy()
+    other = np.array([pair for _, arm in strata for pair in arm]).T.copy()
+    sizes = [len(base) for base, _ in strata]
+    begins = np.cumsum([0, *sizes])
     low_high = [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)]
     samples = np.empty((RESAMPLES, 2))
     for row in range(RESAMPLES):
-        drawn = [arrays[i] for i in rng.integers(0, len(arrays), len(arrays))]
-        pairs = np.concatenate([a[rng.integers(0, len(a), len(a))] for a in drawn])
-        samples[row] = statistic(pairs[:, :2]), statistic(pairs[:, 2:])
-    everything = np.concatenate(arrays)
-    first, second = statistic(everything[:, :2]), statistic(everything[:, 2:])
+        drawn = np.concatenate(
+            [
+                rng.integers(begins[repeat], begins[repeat + 1], sizes[repeat])
+                for repeat in rng.integers(0, len(sizes), len(sizes))
+            ]
+        )
+        samples[row] = statistic(one, drawn), statistic(other, drawn)
+    everything = np.arange(begins[-1])
+    first, second = statistic(one, everything), statistic(other, everything)
     low, high = np.percentile(samples[:, 1] - samples[:, 0], low_high)
     ratio_low = ratio_high = None
     if (samples[:, 0] > 0).all():
@@ -157,13 +164,20 @@ def _pairs(base: Sequence[Outcome], arm: Sequence[Outcome]) -> Pairs:
     return [(others[outcome.id], outcome) for outcome in arm if outcome.id in others]
 
 
-def _mean(weighted: NDArray[np.float64]) -> float:
-    value, weight = weighted.sum(axis=0)
-    return float(value / weight) if weight else 0.0
+Statistic = Callable[[NDArray[np.float64], NDArray[np.int64]], float]
 
 
-def _quantile(share: float) -> Callable[[NDArray[np.float64]], float]:
-    return lambda weighted: float(np.quantile(weighted[:, 0], share))
+def _mean(pairs: NDArray[np.float64], drawn: NDArray[np.int64]) -> float:
+    """Of `pairs[value or weight, pair]`, those with the indices drawn."""
+    value, weight = (float(row.take(drawn).sum()) for row in pairs)
+    return value / weight if weight else 0.0
+
+
+def _quantile(share: float) -> Statistic:
+    def statistic(pairs: NDArray[np.float64], drawn: NDArray[np.int64]) -> float:
+        return float(np.quantile(pairs[0].take(drawn), share))
+
+    return statistic
 
 
 def _ttft(outcome: Outcome) -> Weighted | None:
