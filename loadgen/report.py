@@ -54,10 +54,11 @@ class Example(NamedTuple):
 
 
 class LoadPlot(NamedTuple):
-    """The load of an arm's workers over time."""
+    """The load of an arm's workers over time; a worker's colour is its place in `workers`."""
 
     arm: str
     colour: int
+    workers: list[str]
     batch: Markup
     pending: Markup
 
@@ -154,6 +155,7 @@ def _load_plots(summary: Summary, evidence: Evidence) -> list[LoadPlot]:
         LoadPlot(
             name,
             index % plots.COLOURS,
+            sorted({sample.worker for sample in of_arm}),
             Markup(
                 plots_time.load_over_time(
                     _series(of_arm, lambda s: s.running + s.waiting), top_batch, f"{name}: requests"

@@ -29,12 +29,16 @@ class Worst(NamedTuple):
 def worst_requests(
     outcomes: Sequence[Outcome], seen: Mapping[str, Sequence[Observations]]
 ) -> dict[str, list[Worst]]:
-    """By arm, slowest first token first; requests that have none come before all others."""
+    """By arm, slowest first token first; requests that have none come before all others.
+
+    Of a request that was slow in several repeats, the slowest is shown.
+    """
     found = {}
     for arm, repeats in seen.items():
-        mine = [outcome for outcome in outcomes if outcome.arm == arm]
-        mine.sort(key=lambda outcome: _slowness(outcome), reverse=True)
-        found[arm] = [_explained(outcome, repeats[outcome.repeat]) for outcome in mine[:WORST]]
+        mine = sorted((outcome for outcome in outcomes if outcome.arm == arm), key=_slowness)
+        slowest = list({outcome.id: outcome for outcome in mine}.values())
+        slowest.sort(key=_slowness, reverse=True)
+        found[arm] = [_explained(outcome, repeats[outcome.repeat]) for outcome in slowest[:WORST]]
     return found
 
 

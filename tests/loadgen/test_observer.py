@@ -101,12 +101,13 @@ def sample(at_s, worker):
 def test_the_slowest_come_first_with_what_was_known_when_they_were_due():
     outcomes = [outcome(f"r{i}", first_token_s=1.0 + i / 10) for i in range(9)]
     outcomes.append(outcome("failed", status="failed", first_token_s=None))
+    outcomes.append(outcome("r8", first_token_s=1.75, repeat=1))
     why = Explanation(because="it holds more")
     seen = Observations(
         samples=[sample(0.5, "w0"), sample(0.9, "w0"), sample(0.9, "w1"), sample(1.1, "w0")],
         explanations={"r8": why},
     )
-    found = worst_requests(outcomes, {"x": [seen]})["x"]
+    found = worst_requests(outcomes, {"x": [seen, Observations()]})["x"]
     assert [worst.outcome.id for worst in found] == ["failed", "r8", "r7", "r6", "r5"]
     assert len(found) == WORST
     assert found[1].explanation is why
