@@ -28,20 +28,18 @@ def verdict(arm: str, found: Paired) -> str:
     known = {name: one for name, one in named.items() if one is not None and _has_interval(one)}
     if not known:
         return f"{arm} against {found.against}: nothing to compare"
-    sides = {name: side(one) for name, one in known.items()}
-    better = [name for name in known if sides[name] < 0]
-    worse = [name for name in known if sides[name] > 0]
+    told: dict[int, list[str]] = {-1: [], 1: [], 0: []}
+    for name, one in known.items():
+        told[side(one)].append(f"{name} {change(one)}")
+    better, worse, unclear = (", ".join(told[which]) for which in (-1, 1, 0))
     if better and worse:
-        head = f"{arm} against {found.against} is faster and slower"
-    elif better:
-        head = f"{arm} is faster than {found.against}"
-    elif worse:
-        head = f"{arm} is slower than {found.against}"
+        head = f"{arm} against {found.against}: faster in {better}, slower in {worse}"
+    elif better or worse:
+        way = "faster" if better else "slower"
+        head = f"{arm} is {way} than {found.against}: {better or worse}"
     else:
-        head = f"{arm} against {found.against}: no difference shown"
-    ordered = [*better, *worse, *(name for name in known if not sides[name])]
-    told = ", ".join(f"{name} {change(known[name])}" for name in ordered)
-    return f"{head}{', ' if head.endswith('shown') else ': '}{told}"
+        return f"{arm} against {found.against}: no difference shown, {unclear}"
+    return f"{head}; no difference shown in {unclear}" if unclear else head
 
 
 def side(found: Difference) -> int:
