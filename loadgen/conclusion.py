@@ -52,6 +52,7 @@ def conclude(
         fleet=fleet,
         emulated=any(worker.device.startswith("emulated") for worker in fleet),
         slo=options.slo,
+        cold=all(replay.flushed for replays in arms.values() for replay in replays),
         repeats=len(arms[base]),
         max_concurrency=options.max_concurrency,
         arms={

@@ -23,6 +23,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of `loadgen run` or `loadgen compare`; times in milliseconds.
 
+    cold      whether every arm began with empty caches
     repeats   how often every arm was replayed
     max_concurrency   bound of a closed loop; None is an open loop
     arms      by policy, in the order they ran first; the first is the base of `paired`
@@ -44,6 +45,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ideal: Ideal | None
     valid: bool
     reasons: list[str]
+    cold: bool = True
     repeats: int = 1
     max_concurrency: int | None = None
     verdicts: list[str] = msgspec.field(default_factory=list)

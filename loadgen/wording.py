@@ -91,6 +91,11 @@ def load_lines(summary: Summary) -> list[str]:
         )
     if summary.emulated:
         lines.append("emulated accelerators: times follow a cost model")
+    if not summary.cold:
+        lines.append(
+            "caches were not emptied: hits on earlier requests count, of which the ideal knows "
+            "nothing"
+        )
     if summary.paired and summary.repeats == 1:
         lines.append(
             "one repeat: the intervals do not know how much replays differ; --repeats 3 tells"

@@ -42,7 +42,7 @@ class Agent(Workload, frozen=True, kw_only=True, tag="agent"):
         self.need(1, "tasks", "steps", "input_tokens", "tool_tokens", "output_tokens")
         self.need(0, "system_tokens", "think_time_s")
         rng = random.Random(f"agent/{seed}")
-        ids = Ids()
+        ids = Ids("agent", seed)
         system = Segment("system", ids.new(), self.system_tokens)
         conversations = []
         for task in range(self.tasks):

@@ -38,7 +38,7 @@ class Chat(Workload, frozen=True, kw_only=True, tag="chat"):
         self.need(1, "users", "turns", "input_tokens", "output_tokens")
         self.need(0, "system_tokens", "think_time_s")
         rng = random.Random(f"chat/{seed}")
-        ids = Ids()
+        ids = Ids("chat", seed)
         system = Segment("system", ids.new(), self.system_tokens)
         conversations = []
         for user in range(self.users):

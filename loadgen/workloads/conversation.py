@@ -6,6 +6,7 @@ sends the same bytes whatever the model answers.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import random
 from abc import abstractmethod
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 from typing import ClassVar, Literal, NamedTuple
 
 import msgspec
+
+from loadgen.blocktext import MAX_ID
 
 Role = Literal["system", "user", "assistant"]
 
@@ -86,15 +89,20 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
 
 
 class Ids:
-    """Gives every content its own id."""
+    """Gives every content its own id, below `blocktext.MAX_ID`.
 
-    def __init__(self) -> None:
-        self._next = itertools.count()
+    Where they begin depends on workload and seed, so that the texts of two differ: a cache
+    that one has warmed gives the other nothing.
+    """
+
+    def __init__(self, workload: str, seed: int) -> None:
+        begin = hashlib.sha256(f"{workload}/{seed}".encode()).digest()
+        self._next = itertools.count(int.from_bytes(begin, "big"))
         self._of_text: dict[str, int] = {}
 
     def new(self) -> int:
         """An id that nothing had before."""
-        return next(self._next)
+        return next(self._next) % MAX_ID
 
     def of(self, text: str) -> int:
         """The same id for the same text."""

@@ -36,7 +36,7 @@ class HotPrefix(Workload, frozen=True, kw_only=True, tag="hot_prefix"):
         if not 0 <= self.hot_share <= 1:
             raise WorkloadError(f"hot_share must lie between 0 and 1, got {self.hot_share}")
         rng = random.Random(f"hot_prefix/{seed}")
-        ids = Ids()
+        ids = Ids("hot_prefix", seed)
         hot = ids.new()
         conversations = []
         for number in range(self.num_prompts):

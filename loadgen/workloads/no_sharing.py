@@ -24,7 +24,7 @@ class NoSharing(Workload, frozen=True, kw_only=True, tag="no_sharing"):
         """`num_prompts` of one turn. Raises WorkloadError."""
         self.need(1, "num_prompts", "input_tokens", "output_tokens")
         rng = random.Random(f"no_sharing/{seed}")
-        ids = Ids()
+        ids = Ids("no_sharing", seed)
         return [
             Conversation(
                 f"n{number}",

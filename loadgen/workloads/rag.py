@@ -51,7 +51,7 @@ class Rag(Workload, frozen=True, kw_only=True, tag="rag"):
                 f"got {self.documents_a_prompt}"
             )
         rng = random.Random(f"rag/{seed}")
-        ids = Ids()
+        ids = Ids("rag", seed)
         system = Segment("system", ids.new(), self.system_tokens)
         pool = [Segment("user", ids.new(), self.document_tokens) for _ in range(self.documents)]
         weights = zipf_weights(self.documents, self.zipf)

@@ -49,7 +49,7 @@ class SharedPrefix(Workload, frozen=True, kw_only=True, tag="shared_prefix"):
         rng = random.Random(f"shared_prefix/{seed}")
         houses = prose.house_names(rng, self.groups)
         words = round(self.system_tokens * prose.WORDS_PER_TOKEN)
-        ids = Ids()
+        ids = Ids("shared_prefix", seed)
         conversations = []
         for group, (house, users) in enumerate(zip(houses, self._users(rng), strict=True)):
             system = _segment(ids, "system", prose.rule_book(rng, house, words))

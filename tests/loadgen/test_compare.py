@@ -92,10 +92,13 @@ async def test_run_keeps_policy_and_caches_unless_told():
         assert (gateway.flushes, gateway.policies_set) == (0, [])
         assert list(summary.arms) == ["locality"]
         assert summary.valid, summary.reasons
+        assert not summary.cold
+        assert "caches were not emptied" in wording.load_lines(summary)[0]
         assert len(gateway.bodies) == REQUESTS
         again = await run_arm(options(url, RunOptions, flush=True))
     assert gateway.flushes == 1
     assert again.valid, again.reasons
+    assert again.cold
     assert len(gateway.bodies) == 2 * REQUESTS + 2
 
 
