@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from cluster.demo import GROUPS, TURNS, USERS, loadgen_arguments
 from loadgen.cli import main, split_policies, spread_goodput
 from tests.loadgen.fake_gateway import FakeGateway, serving, whole_answer
 
@@ -191,3 +192,9 @@ def test_goodput_takes_several_bounds(given, spread):
 )
 def test_policies_are_split_at_commas_but_keep_their_parameters(text, policies):
     assert split_policies(text) == policies
+
+
+def test_the_demo_is_understood(gateway, tmp_path):
+    arguments = loadgen_arguments(gateway.url, request_rate=400.0, out=tmp_path)
+    assert call(*arguments, "--max-client-lag-ms", "30000", "--num-warmups", "0") == 0
+    assert len(gateway.bodies) == 2 * GROUPS * USERS * TURNS
