@@ -31,6 +31,7 @@ from loadgen.traces import TraceOptions
 from loadgen.workloads import WORKLOADS, make_workload
 
 LOAD, TRACE, TIMES, LIVE = "What is sent", "Traces", "When", "Gateway and measuring"
+DEFAULT_WORKLOAD = "shared_prefix"
 _REPLAY = ReplayOptions(url="")
 
 
@@ -46,9 +47,10 @@ class LoadFlags:
     requests: Annotated[
         Path | None, _option(LOAD, "Replay this request file; make none.", "--requests")
     ] = None
-    workload: Annotated[str, _option(LOAD, f"One of {', '.join(WORKLOADS)}.", "--workload")] = (
-        "shared_prefix"
-    )
+    workload: Annotated[
+        str | None,
+        _option(LOAD, f"One of {', '.join(WORKLOADS)} ({DEFAULT_WORKLOAD}).", "--workload"),
+    ] = None
     trace: Annotated[
         list[Path] | None,
         _option(
@@ -110,14 +112,15 @@ class LoadFlags:
         trace = self._trace(parameters)
         if self.requests is not None or trace is not None:
             source = "--requests" if self.requests is not None else "--trace"
-            if parameters:
-                raise OptionError(f"{source} takes no {', '.join(map(_flag, parameters))}")
+            unused = [*parameters, *(["workload"] if self.workload is not None else [])]
+            if unused:
+                raise OptionError(f"{source} takes no {', '.join(map(_flag, unused))}")
             if self.requests is not None and (trace is not None or self._arrivals() is not None):
                 raise OptionError("--requests replays a file as it is: no trace, no other times")
             return Load(
                 requests=self.requests, trace=trace, arrivals=self._arrivals(), seed=self.seed
             )
-        workload = make_workload(self.workload, parameters)
+        workload = make_workload(self.workload or DEFAULT_WORKLOAD, parameters)
         return Load(workload=workload, arrivals=self._arrivals(), seed=self.seed)
 
     def _trace(self, parameters: dict[str, object]) -> TraceSource | None:
@@ -140,6 +143,8 @@ class LoadFlags:
         ramp = (self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps)
         if self.request_rate is None and self.burstiness == 1 and ramp == (None, None, None):
             return None
+        if self.trace and self.request_rate is None and self.ramp_up_strategy is None:
+            raise OptionError("--trace has its own times: give --request-rate to use others")
         if self.request_rate is not None and self.ramp_up_strategy is not None:
             raise OptionError("a ramp sets the rate: leave --request-rate out")
         default = Arrivals()

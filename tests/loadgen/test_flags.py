@@ -101,6 +101,8 @@ def test_a_trace_has_its_own_times_and_its_own_flags():
         ("--speed-up 2", "--speed-up needs --trace"),
         ("--trace a --groups 3", "--trace takes no --groups"),
         ("--requests a --groups 3", "--requests takes no --groups"),
+        ("--trace a --workload rag", "--trace takes no --workload"),
+        ("--trace a --burstiness 2", "--trace has its own times"),
         ("--requests a --trace b", "as it is"),
         ("--requests a --request-rate 3", "as it is"),
         (
