@@ -7,11 +7,11 @@ usage, 130 after Ctrl-C.
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -19,19 +19,25 @@ from rich.table import Table
 
 from loadgen import wording
 from loadgen.admin import AdminError
+from loadgen.arm import OptionError
 from loadgen.arrivals import ArrivalError
-from loadgen.compare import CompareOptions, OptionError, RunOptions, compare, run
-from loadgen.measures import SloError, parse_slo
+from loadgen.compare import CompareOptions, RunOptions, compare, run
+from loadgen.flags import ReplayFlags, with_flags
+from loadgen.goodput import GOODPUT_FILE, GoodputOptions, GoodputSummary, goodput
+from loadgen.measures import SloError
 from loadgen.progress import Bars
 from loadgen.report import REPORT_FILE
 from loadgen.requests import RequestFileError
 from loadgen.summary import Summary
-from loadgen.workloads import SharedPrefix, WorkloadError
+from loadgen.traces import TraceError
+from loadgen.workloads import WorkloadError
 
 EXIT_VALID, EXIT_FAILED, EXIT_USAGE, EXIT_INVALID, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 WIDTH_WITHOUT_TERMINAL = 150
-KNOWN_ERRORS = (AdminError, RequestFileError)
+KNOWN_ERRORS = (AdminError, RequestFileError, TraceError)
 USAGE_ERRORS = (ArrivalError, OptionError, SloError, WorkloadError)
+
+R = TypeVar("R")
 
 app = typer.Typer(
     add_completion=False,
@@ -42,168 +48,88 @@ app = typer.Typer(
     "be run; 2: wrong usage; 130: interrupted.",
 )
 
-Url = Annotated[str, typer.Option("--url", help="Base URL of the gateway.")]
-Out = Annotated[
-    Path | None, typer.Option("--out", help="Folder of the results [out/COMMAND-TIME].")
+_COMPARE = CompareOptions(url="")
+_GOODPUT = GoodputOptions(url="")
+BOTH_POLICIES = ",".join(_COMPARE.policies)
+Policies = Annotated[
+    str, typer.Option("--policies", help="Separated by commas; the first is the base.")
 ]
-RequestFile = Annotated[
-    Path | None, typer.Option("--requests", help="Replay this request file; make none.")
-]
-Workload = Annotated[str, typer.Option("--workload", help="The only one so far: shared_prefix.")]
-Groups = Annotated[int, typer.Option("--groups", help="System prompts.")]
-Users = Annotated[int, typer.Option("--users", help="Users in a group.")]
-Turns = Annotated[int, typer.Option("--turns", help="Questions of a user.")]
-SystemTokens = Annotated[
-    int, typer.Option("--system-tokens", help="Tokens of a system prompt, approximately.")
-]
-OutputTokens = Annotated[int, typer.Option("--output-tokens", help="Tokens of an answer at most.")]
-ThinkTime = Annotated[
-    float, typer.Option("--think-time-s", help="Least pause between two turns of a user.")
-]
-IgnoreEos = Annotated[
-    bool, typer.Option("--ignore-eos", help="Let every answer run to --output-tokens.")
-]
-Rate = Annotated[
-    float, typer.Option("--request-rate", "--rate", help="Requests a second (Poisson).")
-]
-Seed = Annotated[int, typer.Option("--seed")]
-Model = Annotated[str, typer.Option("--model", help="Model to ask for [the first one served].")]
-Goodput = Annotated[
-    list[str] | None,
-    typer.Option("--goodput", help="Bounds in ms, such as --goodput ttft:2000 tpot:100."),
-]
-Warmups = Annotated[
-    int, typer.Option("--num-warmups", min=0, help="Uncounted requests before each flush.")
-]
-Timeout = Annotated[
-    float, typer.Option("--timeout-s", min=0.001, help="A slower request is unfinished.")
-]
-Lag = Annotated[
-    float, typer.Option("--max-client-lag-ms", help="Bound on the client's p99 lag, else invalid.")
-]
-ApiKey = Annotated[str, typer.Option("--api-key", envvar="STEMROUTE_GATEWAY_API_KEY")]
-AdminKey = Annotated[str, typer.Option("--admin-key", envvar="STEMROUTE_GATEWAY_ADMIN_KEY")]
-
-_SHARED, _COMPARE = SharedPrefix(), CompareOptions(url="")
 
 
 @app.command("compare")
+@with_flags(ReplayFlags)
 def compare_command(
-    url: Url = "http://127.0.0.1:8000",
-    policies: Annotated[
-        str, typer.Option("--policies", help="Separated by commas; the first is the base.")
-    ] = ",".join(_COMPARE.policies),
-    out: Out = None,
-    requests: RequestFile = None,
-    workload: Workload = "shared_prefix",
-    groups: Groups = _SHARED.groups,
-    users: Users = _SHARED.users,
-    turns: Turns = _SHARED.turns,
-    system_tokens: SystemTokens = _SHARED.system_tokens,
-    output_tokens: OutputTokens = _SHARED.output_tokens,
-    think_time_s: ThinkTime = _SHARED.think_time_s,
-    ignore_eos: IgnoreEos = False,
-    request_rate: Rate = _COMPARE.request_rate,
-    seed: Seed = 0,
-    model: Model = "",
-    goodput: Goodput = None,
-    num_warmups: Warmups = _COMPARE.num_warmups,
-    timeout_s: Timeout = _COMPARE.timeout_s,
-    max_client_lag_ms: Lag = _COMPARE.max_client_lag_ms,
-    api_key: ApiKey = "",
-    admin_key: AdminKey = "",
+    flags: ReplayFlags,
+    policies: Policies = BOTH_POLICIES,
+    repeats: Annotated[
+        int, typer.Option("--repeats", help="Replays of each policy, interleaved.", min=1)
+    ] = _COMPARE.repeats,
 ) -> None:
     """Replay the same requests through each policy, each time from cold, and compare."""
-    folder = out or _default_folder("compare")
-    _check_workload(workload)
+    folder = flags.folder("compare")
     options = CompareOptions(
-        url=url,
-        policies=split_policies(policies),
-        requests=requests,
-        workload=SharedPrefix(
-            groups=groups,
-            users=users,
-            turns=turns,
-            system_tokens=system_tokens,
-            output_tokens=output_tokens,
-            think_time_s=think_time_s,
-            ignore_eos=ignore_eos,
-        ),
-        model=model,
-        request_rate=request_rate,
-        seed=seed,
-        slo=parse_slo(goodput or ()),
-        num_warmups=num_warmups,
-        timeout_s=timeout_s,
-        max_client_lag_ms=max_client_lag_ms,
-        api_key=api_key,
-        admin_key=admin_key,
-        out=folder,
+        policies=split_policies(policies), repeats=repeats, **flags.options(folder)
     )
     _finish(lambda bars: compare(options, bars), folder)
 
 
 @app.command("run")
+@with_flags(ReplayFlags)
 def run_command(
-    url: Url = "http://127.0.0.1:8000",
-    out: Out = None,
-    requests: RequestFile = None,
-    workload: Workload = "shared_prefix",
-    groups: Groups = _SHARED.groups,
-    users: Users = _SHARED.users,
-    turns: Turns = _SHARED.turns,
-    system_tokens: SystemTokens = _SHARED.system_tokens,
-    output_tokens: OutputTokens = _SHARED.output_tokens,
-    think_time_s: ThinkTime = _SHARED.think_time_s,
-    ignore_eos: IgnoreEos = False,
-    request_rate: Rate = _COMPARE.request_rate,
-    seed: Seed = 0,
-    model: Model = "",
-    goodput: Goodput = None,
+    flags: ReplayFlags,
     flush: Annotated[bool, typer.Option("--flush", help="Empty all caches first.")] = False,
-    num_warmups: Warmups = _COMPARE.num_warmups,
-    timeout_s: Timeout = _COMPARE.timeout_s,
-    max_client_lag_ms: Lag = _COMPARE.max_client_lag_ms,
-    api_key: ApiKey = "",
-    admin_key: AdminKey = "",
 ) -> None:
     """Replay requests once, under the policy that the gateway has.
 
     Caches stay as they are unless --flush is given; warm-ups are sent only then.
     """
-    folder = out or _default_folder("run")
-    _check_workload(workload)
-    options = RunOptions(
-        url=url,
-        requests=requests,
-        workload=SharedPrefix(
-            groups=groups,
-            users=users,
-            turns=turns,
-            system_tokens=system_tokens,
-            output_tokens=output_tokens,
-            think_time_s=think_time_s,
-            ignore_eos=ignore_eos,
-        ),
-        model=model,
-        request_rate=request_rate,
-        seed=seed,
-        slo=parse_slo(goodput or ()),
-        flush=flush,
-        num_warmups=num_warmups,
-        timeout_s=timeout_s,
-        max_client_lag_ms=max_client_lag_ms,
-        api_key=api_key,
-        admin_key=admin_key,
-        out=folder,
-    )
+    folder = flags.folder("run")
+    options = RunOptions(flush=flush, **flags.options(folder))
     _finish(lambda bars: run(options, bars), folder)
+
+
+@app.command("goodput")
+@with_flags(ReplayFlags)
+def goodput_command(
+    flags: ReplayFlags,
+    policies: Policies = BOTH_POLICIES,
+    attainment: Annotated[
+        float, typer.Option("--attainment", help="Share of requests that must keep the bounds.")
+    ] = _GOODPUT.attainment,
+    precision: Annotated[
+        float, typer.Option("--precision", help="How near the answer is to be; 0.1: 10 %.")
+    ] = _GOODPUT.precision,
+    max_trials: Annotated[
+        int, typer.Option("--max-trials", help="Replays of each policy at most.", min=1)
+    ] = _GOODPUT.max_trials,
+) -> None:
+    """Search the highest request rate at which each policy still keeps the --goodput bounds.
+
+    Begins at --request-rate, or at a trace's own rate.
+    """
+    folder = flags.folder("goodput")
+    options = GoodputOptions(
+        policies=split_policies(policies),
+        attainment=attainment,
+        precision=precision,
+        max_trials=max_trials,
+        **flags.options(folder),
+    )
+    summary = _work(lambda bars: goodput(options, bars))
+    console = _console()
+    console.print(goodput_table(summary))
+    for reason in summary.reasons:
+        console.print(f"invalid: {reason}", style="red", markup=False, highlight=False)
+    console.print(f"results: {folder / GOODPUT_FILE}", markup=False, highlight=False)
+    raise typer.Exit(EXIT_VALID if summary.valid else EXIT_INVALID)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script; always ends in SystemExit."""
     given = spread_goodput(sys.argv[1:] if arguments is None else arguments)
     console = _console(stderr=True)
+    # Whoever ends us, the gateway gets its policy back as after Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
     try:
         app(args=given, prog_name="loadgen")
     except KNOWN_ERRORS as error:
@@ -247,21 +173,49 @@ def table(summary: Summary) -> Table:
     for column in wording.COLUMNS:
         result.add_column(column, justify="left" if column == "policy" else "right")
     for name, arm in summary.arms.items():
-        result.add_row(*wording.cells(name, arm))
+        result.add_row(*wording.cells(name, arm, summary.ideal))
+    return result
+
+
+def goodput_table(summary: GoodputSummary) -> Table:
+    """What each policy can be asked."""
+    result = Table(
+        caption=f"highest rate at which {100 * summary.attainment:g} % of the requests kept "
+        f"{wording.slo_text(summary.slo)}"
+        + ("; emulated accelerators: times follow a cost model" if summary.emulated else ""),
+        caption_justify="left",
+    )
+    columns = ("policy", "requests /s", "too much /s", "kept there", "goodput /s", "trials")
+    for column in columns:
+        result.add_column(column, justify="left" if column == "policy" else "right")
+    for name, found in summary.policies.items():
+        best = max((t for t in found.trials if t.met), key=lambda t: t.rate, default=None)
+        result.add_row(
+            name,
+            wording.number(found.rate),
+            wording.number(found.too_much),
+            wording.percent(best.measures.kept_share if best else None),
+            wording.number(best.measures.goodput if best else None),
+            str(len(found.trials)),
+        )
     return result
 
 
 def _finish(work: Callable[[Bars], Summary], folder: Path) -> None:
     """Do the work under progress bars, tell what came out, end with the exit code."""
+    summary = _work(work)
+    _tell(summary, folder)
+    raise typer.Exit(EXIT_VALID if summary.valid else EXIT_INVALID)
+
+
+def _work(work: Callable[[Bars], R]) -> R:
     errors = _console(stderr=True)
     try:
         with Bars(errors) as bars:
-            summary = work(bars)
+            return work(bars)
     except KeyboardInterrupt:
         errors.print("loadgen: interrupted; the gateway has its policy back", style="red")
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    _tell(summary, folder)
-    raise typer.Exit(EXIT_VALID if summary.valid else EXIT_INVALID)
 
 
 def _tell(summary: Summary, folder: Path) -> None:
@@ -271,8 +225,10 @@ def _tell(summary: Summary, folder: Path) -> None:
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     console.print(table(summary))
-    if summary.emulated:
-        say("emulated accelerators: times follow a cost model")
+    for line in wording.load_lines(summary):
+        say(line)
+    for sentence in summary.verdicts:
+        say(sentence, "bold")
     for name, paired in summary.paired.items():
         say(wording.ratio_line(name, paired))
     if (size := wording.size_line(summary)) is not None:
@@ -289,12 +245,3 @@ def _console(stderr: bool = False) -> Console:
     if not console.is_terminal:
         console.width = max(console.width, WIDTH_WITHOUT_TERMINAL)
     return console
-
-
-def _default_folder(command: str) -> Path:
-    return Path("out") / f"{command}-{datetime.now():%Y%m%d-%H%M%S}"
-
-
-def _check_workload(name: str) -> None:
-    if name != "shared_prefix":
-        raise OptionError(f"there is no workload {name!r}; there is: shared_prefix")

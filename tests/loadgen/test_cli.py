@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from cluster.demo import GROUPS, TURNS, USERS, loadgen_arguments
 from loadgen.cli import main, split_policies, spread_goodput
 from tests.loadgen.fake_gateway import FakeGateway, serving, whole_answer
 
@@ -76,6 +77,18 @@ def test_an_invalid_comparison_prints_each_reason_and_ends_with_3(gateway, tmp_p
     assert "\nvalid\n" not in out
 
 
+def test_a_search_prints_what_each_policy_can_be_asked(gateway, tmp_path, capsys):
+    code = call(
+        "goodput", "--url", gateway.url, "--out", str(tmp_path), *SMALL, *QUICK,
+        "--max-trials", "2", "--goodput", "ttft:60000",
+    )  # fmt: skip
+    out = capsys.readouterr().out
+    assert code == 0, out
+    assert "400.00" in out
+    assert "90 % of the requests kept TTFT 60,000 ms" in out
+    assert (tmp_path / "goodput.json").exists()
+
+
 def test_no_gateway_ends_with_1_and_a_sentence(tmp_path, capsys):
     code = call("compare", "--url", "http://127.0.0.1:1", "--out", str(tmp_path))
     assert code == 1
@@ -89,7 +102,11 @@ def test_no_gateway_ends_with_1_and_a_sentence(tmp_path, capsys):
         ["--request-rate", "0"],
         ["--goodput", "speed:1"],
         ["--workload", "other"],
+        ["--repeats", "0"],
         ["--groups", "0"],
+        ["--documents", "3"],
+        ["--speed-up", "2"],
+        ["--burstiness", "0"],
         ["--no-such-flag"],
     ],
 )
@@ -105,7 +122,8 @@ def test_a_bad_request_file_ends_with_1(gateway, tmp_path, capsys):
     assert "line 1 is not a request" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_with_130_and_puts_the_policy_back(gateway, tmp_path):
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_with_130_and_puts_the_policy_back(gateway, tmp_path, how):
     gateway.policy = "locality"
     begun, held = threading.Event(), asyncio.Event()
 
@@ -128,7 +146,7 @@ def test_ctrl_c_ends_with_130_and_puts_the_policy_back(gateway, tmp_path):
     try:
         assert begun.wait(60)
         assert gateway.policy == "round_robin"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(how)
         _, err = process.communicate(timeout=60)
     finally:
         gateway.soon(held.set)
@@ -174,3 +192,9 @@ def test_goodput_takes_several_bounds(given, spread):
 )
 def test_policies_are_split_at_commas_but_keep_their_parameters(text, policies):
     assert split_policies(text) == policies
+
+
+def test_the_demo_is_understood(gateway, tmp_path):
+    arguments = loadgen_arguments(gateway.url, request_rate=400.0, out=tmp_path)
+    assert call(*arguments, "--max-client-lag-ms", "30000", "--num-warmups", "0") == 0
+    assert len(gateway.bodies) == 2 * GROUPS * USERS * TURNS

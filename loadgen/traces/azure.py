@@ -1,0 +1,60 @@
+"""Azure LLM inference traces: lengths only, no prefixes (Splitwise, ISCA'24).
+
+CSV with the header `TIMESTAMP,ContextTokens,GeneratedTokens`; timestamps such as
+`2023-11-16 18:15:46.6805900`. Every prompt is taken to share nothing.
+Source: Azure/AzurePublicDataset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from loadgen.traces.files import Line
+from loadgen.traces.records import TraceError, TraceRequest, check_lengths
+
+BLOCK_TOKENS = 16
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
+
+
+def read(lines: Sequence[Line]) -> list[TraceRequest]:
+    """Requests in the order of the lines; arrivals count from the earliest. Raises TraceError."""
+    if not lines or lines[0].data.decode(errors="replace").strip() != HEADER:
+        raise TraceError(
+            f"{lines[0].place if lines else 'the file'}: an azure trace begins with the header "
+            f"{HEADER}; say another --format"
+        )
+    requests: list[TraceRequest] = []
+    next_id = 0
+    for line in lines[1:]:
+        if line.number == 1 and line.data == lines[0].data:
+            continue  # the header of a further file
+        time, prompt_tokens, output_tokens = _row(line)
+        check_lengths(line, time, prompt_tokens, output_tokens)
+        blocks = -(-prompt_tokens // BLOCK_TOKENS)
+        requests.append(
+            TraceRequest(
+                arrival_s=time,
+                session=f"r{len(requests)}",
+                turn=0,
+                prompt_tokens=prompt_tokens,
+                output_tokens=output_tokens,
+                hash_ids=tuple(range(next_id, next_id + blocks)),
+                block_tokens=BLOCK_TOKENS,
+            )
+        )
+        next_id += blocks
+    return requests
+
+
+def _row(line: Line) -> tuple[float, int, int]:
+    try:
+        stamp, prompt, output = line.data.decode().strip().split(",")
+        # datetime reads six decimals of a second, the trace has seven.
+        whole, _, fraction = stamp.partition(".")
+        seconds = datetime.fromisoformat(f"{whole}+00:00").timestamp()
+        return seconds + float(f"0.{fraction or 0}"), int(prompt), int(output)
+    except ValueError as error:
+        raise TraceError(
+            f"{line.place}: not a row of {HEADER} ({error}); mend the line or say another --format"
+        ) from error
