@@ -28,7 +28,7 @@ from tests.benchmarks.decoding import (
     prompts,
     ratio,
 )
-from worker.weights import MissingModel, load_model
+from worker.weights import DEMO_MODEL, MissingModel, converted_directory, load_model
 
 NAME = "decode_vs_transformers"
 BAR = 1.5
@@ -40,12 +40,13 @@ def run() -> int:
     try:
         import transformers
 
-        load_model("smollm2", torch.float32)
+        digest = load_model(DEMO_MODEL, torch.float32).weights_digest
     except (ModuleNotFoundError, MissingModel) as error:
         print(f"{NAME}: could not run: {error}", file=sys.stderr)
         return 2
     torch.set_num_threads(1)
-    theirs = Transformers(transformers)
+    cache = Path.home() / ".cache" / "stemroute"
+    theirs = Transformers(transformers, converted_directory(digest, torch.float32, cache))
     core = our_engine("float32")
     print(
         f"SmolLM2-135M, fp32, 1 thread, {PROMPT_TOKENS} prompt and {OUTPUT_TOKENS} output tokens; "
@@ -77,12 +78,12 @@ def run() -> int:
 
 
 class Transformers:
-    """The model in `transformers`, from the same converted directory."""
+    """The model in `transformers`, from the directory that our engine has loaded."""
 
-    def __init__(self, transformers: ModuleType) -> None:
+    def __init__(self, transformers: ModuleType, directory: Path) -> None:
         self._transformers = transformers
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
-            converted_directory(), dtype=torch.float32
+            directory, dtype=torch.float32
         ).eval()
 
     def generate(
@@ -133,11 +134,3 @@ class Transformers:
         began = max(answer.timestamps[0] for answer in answers.values())
         stamps = [s for s in next(iter(answers.values())).timestamps if s >= began]
         return statistics.median(later - earlier for earlier, later in itertools.pairwise(stamps))
-
-
-def converted_directory() -> Path:
-    """Where `load_model` put the demo model's fp32 weights."""
-    found = sorted((Path.home() / ".cache" / "stemroute" / "converted").glob("*-float32"))
-    if not found:
-        raise MissingModel("the converted weights are not in ~/.cache/stemroute")
-    return found[-1]
