@@ -319,13 +319,14 @@ class Scheduler:
         if sequence.publishes:
             table, hashes, block_size = sequence.block_table, sequence.hashes, self._block_size
             in_flight, store, use_of = self._in_flight, self._cache.store, self._use_of
-            for index in range(sequence.settled_blocks, full):
+            first = sequence.settled_blocks
+            parent_key = sequence.parent_key(first)
+            parent = table[first - 1] if first else 0
+            for index in range(first, full):
                 packed = sequence.packed_block(index, block_size)
-                parent_key = sequence.parent_key(index)
                 if index == len(hashes):
                     hashes.append(self._hash_block(parent_key, packed))
                 block_hash = hashes[index]
-                parent = table[index - 1] if index else 0
                 use = use_of(sequence, index)
                 kept = store(table[index], block_hash, parent, parent_key, packed, use)
                 if not kept:  # a collision: what follows would hang below other content
@@ -335,6 +336,7 @@ class Scheduler:
                 table[index] = kept
                 if in_flight and in_flight.get(block_hash) is sequence:
                     del in_flight[block_hash]
+                parent, parent_key = kept, block_hash
         sequence.settled_blocks = full
 
     def _use_of(self, sequence: Sequence, depth: int) -> BlockUse:
