@@ -327,8 +327,7 @@ class EngineCore:
                 commit(sequence, count)
             if token is None:
                 continue
-            tokens = sequence.tokens
-            tokens.append(token)
+            sequence.tokens.append(token)  # there are computed + 1 now
             output = Output(
                 request_id=sequence.request_id,
                 token_ids=[token],
@@ -337,7 +336,7 @@ class EngineCore:
             if token in end_tokens and not sequence.sampling.ignore_eos:
                 output.finish_reason = "stop"
                 self._end(sequence)
-            elif len(tokens) >= sequence.limit_tokens:
+            elif computed + 1 >= sequence.limit_tokens:
                 output.finish_reason = "length"
                 self._end(sequence)
             outputs.append(output)
