@@ -150,9 +150,11 @@ def stored_dtype(
 ) -> torch.dtype:
     """How a tensor of a model that will be used in `dtype` is stored.
 
-    For fp32, what the file holds in fp32 or bf16 stays so. The rest goes to fp16: quantisation has
-    left such a value 4 to 8 bits, to which fp16's rounding (2^-12 of the value) adds nothing, and
-    a CPU multiplies by weights that fp16 holds in half the time (`worker.models.linear`).
+    For fp32, what the file holds in fp32 or bf16 stays so. The rest goes to fp16, since a CPU
+    multiplies by weights that fp16 holds in half the time (`worker.models.linear`). For quantised
+    values that is a rounding, by 2^-12 of the value at most: little beside what quantisation to 4
+    to 8 bits has cost, but more than fp32's own. With SmolLM2 in Q4_1 it moved logits by 0.03 at
+    most, whose standard deviation is 2.
     """
     if dtype != torch.float32 or quantisation in ("F32", "F64"):
         return dtype
