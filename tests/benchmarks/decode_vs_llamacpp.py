@@ -1,8 +1,9 @@
 """Decode and prefill throughput against llama.cpp (`xllamacpp`) on the same GGUF file, one thread.
 
 llama.cpp computes with the file's 4-bit weights (5 bits with their scales); we keep them in fp16,
-where there is hardware for it, and read three times as many bytes a step. So this has no bar: it says where we stand. The value is our decode
-throughput at batch 8 over llama.cpp's. The runs follow each other, batch size by batch size.
+where there is hardware for it, and read three times as many bytes a step. So this has no bar: it
+says where we stand. The value is our decode throughput at batch 8 over llama.cpp's. The runs follow
+each other, batch size by batch size.
 """
 
 from __future__ import annotations
