@@ -321,29 +321,25 @@ class EngineCore:
         outputs = []
         for (sequence, count), token in zip(plan.items(), sampled, strict=True):
             computed = sequence.computed_tokens + count
-            if sequence.pending_tokens or not computed % block_size:
+            if computed % block_size and not sequence.pending_tokens:
+                sequence.computed_tokens = computed  # all that a commit within a block does
+            else:
                 commit(sequence, count)
-            else:  # a decode within its block: all that a commit does then
-                sequence.computed_tokens = computed
             if token is None:
                 continue
-            tokens = sequence.tokens
-            tokens.append(token)
-            reason = ""
-            if token in end_tokens and not sequence.sampling.ignore_eos:
-                reason = "stop"
-                self._end(sequence)
-            elif len(tokens) >= sequence.limit_tokens:
-                reason = "length"
-                self._end(sequence)
-            outputs.append(
-                Output(
-                    request_id=sequence.request_id,
-                    token_ids=[token],
-                    finish_reason=reason,
-                    hit_tokens=sequence.hit_tokens or 0,
-                )
+            sequence.tokens.append(token)  # there are computed + 1 now
+            output = Output(
+                request_id=sequence.request_id,
+                token_ids=[token],
+                hit_tokens=sequence.hit_tokens or 0,
             )
+            if token in end_tokens and not sequence.sampling.ignore_eos:
+                output.finish_reason = "stop"
+                self._end(sequence)
+            elif computed + 1 >= sequence.limit_tokens:
+                output.finish_reason = "length"
+                self._end(sequence)
+            outputs.append(output)
         self._generated_tokens += len(outputs)
         return outputs
 
@@ -371,32 +367,30 @@ def _batch_of(plan: Plan) -> tuple[list[BatchItem], StepWork]:
     """The runner's batch, and how much work it is."""
     new = tuple.__new__  # without the named tuple's own, which only passes its arguments on
     batch = []
-    prefill_tokens = prefill_squares = decodes = 0
-    samples = False
+    prefill_tokens = prefill_squares = prefills = 0
     for sequence, count in plan.items():
         tokens, start = sequence.tokens, sequence.computed_tokens
-        length = len(tokens)
-        end = start + count
         if sequence.pending_tokens:
+            length, end = len(tokens), start + count
+            token_ids, sample = tokens[start:end].tolist(), end == length
+            prefills += 1
             prefill_tokens += count
             prefill_squares += end * end - start * start
-        else:
-            decodes += 1
-        samples = samples or end == length
-        batch.append(
-            new(
-                BatchItem,
-                (
-                    sequence.request_id,
-                    [tokens[start]] if count == 1 else tokens[start:end].tolist(),
-                    start,
-                    sequence.block_table,
-                    end == length,
-                    sequence.sampling,
-                    length - sequence.prompt_tokens,
-                ),
-            )
+        else:  # a decode: its newest token is the only one to come
+            length = start + 1
+            token_ids, sample = [tokens[start]], True
+        fields = (
+            sequence.request_id,
+            token_ids,
+            start,
+            sequence.block_table,
+            sample,
+            sequence.sampling,
+            length - sequence.prompt_tokens,
         )
+        batch.append(new(BatchItem, fields))
+    decodes = len(batch) - prefills
+    samples = decodes > 0 or any(item.sample for item in batch)
     return batch, StepWork(prefill_tokens, prefill_squares // 2, decodes, samples)
 
 

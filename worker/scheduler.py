@@ -71,7 +71,7 @@ class Scheduler:
         self.expire(now)
         plan: Plan = {}
         self._plan_decodes(plan)
-        budget = self._config.token_budget - sum(plan.values())
+        budget = self._config.token_budget - len(plan)
         budget = self._plan_prefills(plan, budget)
         self._admit(plan, budget)
         return plan
@@ -148,19 +148,18 @@ class Scheduler:
         return kept * self._block_size
 
     def _plan_decodes(self, plan: Plan) -> None:
-        budget = self._config.token_budget
-        block_size = self._block_size
-        for sequence in list(self.running.values()):
-            if sequence.pending_tokens or sequence.status is not Status.RUNNING:
-                continue  # a prefill, or preempted in favour of one before it
-            if not budget:
-                break
-            if sequence.computed_tokens == len(
-                sequence.block_table
-            ) * block_size and not self._grow(sequence, plan):
-                continue
-            plan[sequence] = 1
-            budget -= 1
+        running, block_size = self.running.values(), self._block_size
+        decodes = [sequence for sequence in running if not sequence.pending_tokens]
+        del decodes[self._config.token_budget :]
+        preemptions = self.preemptions
+        # Most are inside a block: the remainder, which is quick to see, leaves few to look at.
+        for sequence in [one for one in decodes if not one.computed_tokens % block_size]:
+            full = sequence.computed_tokens == len(sequence.block_table) * block_size
+            if full and sequence.status is Status.RUNNING:
+                self._grow(sequence)
+        if self.preemptions > preemptions:
+            decodes = [one for one in decodes if one.status is Status.RUNNING]
+        plan.update(dict.fromkeys(decodes, 1))
 
     def _plan_prefills(self, plan: Plan, budget: int) -> int:
         # Admission has given them all their blocks already.
@@ -280,20 +279,18 @@ class Scheduler:
         else:
             self.partial_hits += 1
 
-    def _grow(self, sequence: Sequence, plan: Plan) -> bool:
+    def _grow(self, sequence: Sequence) -> None:
         """One block more for a decode; preempts the latest arrived while none is free.
 
-        Returns False where the sequence itself was the latest. The earliest arrived is never
-        preempted for others, so somebody always gets on.
+        That may be the sequence itself. The earliest arrived is never preempted for others, so
+        somebody always gets on.
         """
         while not self._pool.free_blocks:
             victim = max(self.running.values(), key=lambda running: running.order)
             self._preempt(victim)
-            plan.pop(victim, None)
             if victim is sequence:
-                return False
+                return
         sequence.block_table.append(self._cache.allocate())
-        return True
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue's front. Outputs stay; its KV is looked up or computed afresh.
@@ -322,13 +319,14 @@ class Scheduler:
         if sequence.publishes:
             table, hashes, block_size = sequence.block_table, sequence.hashes, self._block_size
             in_flight, store, use_of = self._in_flight, self._cache.store, self._use_of
-            for index in range(sequence.settled_blocks, full):
+            first = sequence.settled_blocks
+            parent_key = sequence.parent_key(first)
+            parent = table[first - 1] if first else 0
+            for index in range(first, full):
                 packed = sequence.packed_block(index, block_size)
-                parent_key = sequence.parent_key(index)
                 if index == len(hashes):
                     hashes.append(self._hash_block(parent_key, packed))
                 block_hash = hashes[index]
-                parent = table[index - 1] if index else 0
                 use = use_of(sequence, index)
                 kept = store(table[index], block_hash, parent, parent_key, packed, use)
                 if not kept:  # a collision: what follows would hang below other content
@@ -338,6 +336,7 @@ class Scheduler:
                 table[index] = kept
                 if in_flight and in_flight.get(block_hash) is sequence:
                     del in_flight[block_hash]
+                parent, parent_key = kept, block_hash
         sequence.settled_blocks = full
 
     def _use_of(self, sequence: Sequence, depth: int) -> BlockUse:

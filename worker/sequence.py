@@ -119,10 +119,14 @@ class Sequence:
         return len(self.tokens) - self.prompt_tokens
 
     def packed(self) -> bytes:
-        """All tokens, packed."""
+        """All tokens, packed as `pack_tokens` does: little-endian u32."""
         if len(self.tokens) == self.prompt_tokens:
             return self.request.token_ids
-        return _packed(self.tokens)
+        tokens = self.tokens
+        if BIG_ENDIAN:
+            tokens = tokens[:]
+            tokens.byteswap()
+        return tokens.tobytes()
 
     def packed_block(self, index: int, block_size: int) -> bytes:
         """The tokens of full block `index`, packed."""
@@ -130,16 +134,11 @@ class Sequence:
         end = start + block_size
         if end <= self.prompt_tokens:
             return self.request.token_ids[4 * start : 4 * end]
-        return _packed(self.tokens[start:end])
+        tokens = self.tokens[start:end]
+        if BIG_ENDIAN:
+            tokens.byteswap()
+        return tokens.tobytes()
 
     def parent_key(self, index: int) -> bytes:
         """What block `index` continues: the hash before it, the namespace root at index 0."""
         return self.hashes[index - 1] if index else self.request.namespace_root
-
-
-def _packed(tokens: array[int]) -> bytes:
-    """As `pack_tokens` packs them: little-endian u32."""
-    if BIG_ENDIAN:
-        tokens = tokens[:]
-        tokens.byteswap()
-    return tokens.tobytes()

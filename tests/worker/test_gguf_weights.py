@@ -131,6 +131,24 @@ def test_quantised_tensors_are_dequantised(tmp_path):
     assert np.abs(values - down.numpy()).max() < np.abs(down.numpy()).max() / 127
 
 
+@pytest.mark.parametrize(
+    ("greatest", "quantisation", "dtype", "stored"),
+    [
+        (1.0, "Q4_1", torch.float32, torch.float16),
+        (1.0, "F16", torch.float32, torch.float16),
+        (1.0, "BF16", torch.float32, torch.bfloat16),
+        (1.0, "F32", torch.float32, torch.float32),
+        (70_000.0, "Q4_1", torch.float32, torch.float32),
+        (1.0, "Q4_1", torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_for_fp32_a_tensor_is_stored_in_as_many_bits_as_it_has(
+    greatest, quantisation, dtype, stored
+):
+    values = np.array([-greatest, 0.5], dtype=np.float32)
+    assert gguf_weights.stored_dtype(values, quantisation, dtype) == stored
+
+
 def test_unpermuting_undoes_the_stored_order():
     values = np.arange(24 * 3, dtype=np.float32).reshape(24, 3)
     assert np.array_equal(unpermute(permute(values, 3), 3), values)

@@ -194,7 +194,9 @@ def test_the_model_keeps_no_hold_on_the_loaded_tensors():
 
 
 @pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}, {"qkv_bias": True}])
-def test_adopted_weights_give_the_other_models_logits(changes):
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16])
+def test_adopted_weights_give_the_other_models_logits(changes, stored):
+    """Whatever layout they are in, also another than before."""
     config = tiny_config(**changes)
 
     def model(seed, **options):
@@ -206,6 +208,8 @@ def test_adopted_weights_give_the_other_models_logits(changes):
                     tensors[f"model.layers.{layer}.self_attn.{name}_proj.bias"] = bias
                 bias = torch.full((config.kv_heads * config.head_dim,), 0.5)
                 tensors[f"model.layers.{layer}.self_attn.v_proj.bias"] = bias
+        if seed:
+            tensors = {name: tensor.to(stored) for name, tensor in tensors.items()}
         return LlamaModel(config, tensors, torch.float32, **options)
 
     def logits(model):

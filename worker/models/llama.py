@@ -15,7 +15,7 @@ from torch.nn.functional import rms_norm, silu
 
 from worker.attention import AttentionBackend
 from worker.models.config import ModelConfig, UnsupportedModel
-from worker.models.linear import Linear, PackedLinear, Projection, quickest
+from worker.models.linear import Linear, Projection, quickest
 
 
 class Layer(NamedTuple):
@@ -66,24 +66,30 @@ class LlamaModel:
         self._inverse_frequencies = config.rope.inverse_frequencies(head_dim).to(self.device)
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """All weights, in an order that depends on the configuration only."""
+        """All weights that are plain tensors, in an order that depends on the configuration only:
+        all there are but on a CPU, where projections may have a layout of their own."""
         for part in (self.embedding, self.head, self.norm, *chain.from_iterable(self.layers)):
             if isinstance(part, torch.Tensor):
                 yield part
-            elif isinstance(part, Linear | PackedLinear):
+            elif isinstance(part, Linear):
                 yield from (tensor for tensor in part if tensor is not None)
 
     def adopt(self, other: LlamaModel) -> None:
-        """Take over the weights of a model of the same configuration and dtype, in place.
+        """Take over the weights of a model of the same configuration and dtype.
 
-        The tensors stay where they are, so no memory for a second copy is needed on the device and
-        whatever refers to them goes on. `other` may lie on another device. Raises ValueError where
-        it is no model of the same shape.
+        From one device to another they are copied in place: no memory for a second copy is needed
+        on the device, and whatever refers to the tensors goes on. On one device both models then
+        share them, in whatever layout they are. Raises ValueError where `other` is no model of
+        the same shape.
         """
         if (self.config, self.dtype) != (other.config, other.dtype):
             raise ValueError("only a model of the same configuration and dtype can be adopted")
-        for mine, theirs in zip(self.parameters(), other.parameters(), strict=True):
-            mine.copy_(theirs)
+        if self.device == other.device:
+            self.embedding, self.layers = other.embedding, other.layers
+            self.norm, self.head = other.norm, other.head
+        else:
+            for mine, theirs in zip(self.parameters(), other.parameters(), strict=True):
+                mine.copy_(theirs)
 
     def forward(
         self,
