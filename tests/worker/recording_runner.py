@@ -12,6 +12,7 @@ from cluster.blocks import pack_tokens
 from cluster.protocol import Sampling
 from worker.engine import BatchItem, EngineConfig, EngineCore, EngineRequest, Output
 from worker.eviction_choice import parse_eviction
+from worker.tiers.cold_tiers import ColdTiers
 
 ROOT = b"r" * 32
 VOCABULARY = 7
@@ -153,7 +154,7 @@ class Rig:
         self.now = 0.0
         """Seconds; every step takes one."""
 
-    def make_tiers(self):
+    def make_tiers(self) -> ColdTiers | None:
         """Cold tiers of the cache: none here."""
         return None
 

@@ -192,6 +192,13 @@ class ChainSet:
             self._drop(other)
         return order[::-1]
 
+    def shrink(self, capacity: int) -> None:
+        """Have so many places at most from now on; nothing may be pinned."""
+        while len(self._entries) > capacity and self._evict():
+            pass
+        self.capacity = capacity
+        self._free = self._free[: capacity - len(self._entries)]
+
     def clear(self) -> list[Entry]:
         """Take out everything, children first, as `remove` does."""
         order = list(self._entries.values())[::-1]

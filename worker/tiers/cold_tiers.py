@@ -152,26 +152,24 @@ class ColdTiers:
         if folder is None:
             self.disk = ChainSet(0)
             return
-        self.disk = ChainSet(disk_blocks, lambda entry: self._remove(folder, entry.block_hash))
-        waiting: dict[bytes, list[Header]] = {}
-        order: dict[bytes, int] = {}
-        for number, (header, _) in enumerate(folder.scan()):
-            waiting.setdefault(header.parent, []).append(header)
-            order[header.block_hash] = number - len(order) - (1 << 40)  # before all that is used
+        found = folder.scan()
+        self.disk = ChainSet(
+            max(disk_blocks, len(found)), lambda entry: self._remove(folder, entry.block_hash)
+        )
+        waiting: dict[bytes, list[tuple[int, Header]]] = {}
+        for number, (header, _) in enumerate(found, -len(found)):  # before all that comes
+            waiting.setdefault(header.parent, []).append((number, header))
         parents: list[tuple[bytes, Entry | None]] = [(b"", None)]
         while parents:
             parent_hash, parent = parents.pop()
-            for header in waiting.pop(parent_hash, ()):
-                entry = self.disk.add(
-                    header.block_hash, parent, header.content, float(order[header.block_hash])
-                )
-                if entry is None:
-                    self._remove(folder, header.block_hash)
-                    continue
+            for number, header in waiting.pop(parent_hash, ()):
+                entry = self.disk.add(header.block_hash, parent, header.content, float(number))
+                assert entry is not None, "there is room for all that was found"
                 self.disk.set_ready(entry)
                 self.disk.unpin(entry)
                 parents.append((header.block_hash, entry))
-        for header in (header for orphans in waiting.values() for header in orphans):
+        self.disk.shrink(disk_blocks)
+        for _, header in (file for orphans in waiting.values() for file in orphans):
             self._count["orphaned_files"] += 1
             self._remove(folder, header.block_hash)
         self._count["unusable_files"] += folder.unusable

@@ -109,8 +109,10 @@ class DiskFolder:
         (self.path / name_of(block_hash)).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let another worker have the folder."""
-        os.close(self._lock)
+        """Let another worker have the folder. Doing it twice is harmless."""
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
 
 
 def _own_folder(parent: Path) -> tuple[Path, int]:
