@@ -216,11 +216,16 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockList(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer (msgpack) of a worker's `GET /blocks`: the cached set, to compare an index with."""
+    """Answer (msgpack) of a worker's `GET /blocks`: the cached set, to compare an index with.
+
+    cpu, disk   those of its cold tiers
+    """
 
     worker: str
     epoch: int
     blocks: bytes
+    cpu: bytes = b""
+    disk: bytes = b""
 
 
 class TierView(msgspec.Struct, frozen=True, kw_only=True):

@@ -217,8 +217,7 @@ class Fleet:
         pending, running, waiting, free, pairs, booked = self._rows[:CHANGING_ROWS, picked].copy()
         capacity, keys = self._rows[CHANGING_ROWS:, picked]
         s_per_token, s_per_pair = self._speeds[:, picked]
-        hits = depths[picked]
-        hits *= block_size
+        hits = depths[picked] * block_size
         if self.cold:
             hits += self.cold.credited_tokens(depths, chain, mask, reusable, block_size)[picked]
         return Candidates(

@@ -141,7 +141,9 @@ class EngineLoop:
                 self._send(Flushed(ticket=ticket, received=changes.received, load=self._load()))
             case GetBlocks(ticket):
                 self._tell([], "")
-                self._send(Blocks(ticket, join_hashes(core.cached_blocks())))
+                tiers = [] if core.tiers is None else [core.tiers.host, core.tiers.disk]
+                sets = [core.cached_blocks(), *(tier.hashes() for tier in tiers)]
+                self._send(Blocks(ticket, *map(join_hashes, sets)))
             case GetStats(ticket):
                 self._send(Stats(ticket, core.stats(), core.eviction_ages(), core.tier_stats()))
             case Pin(ticket, namespace_root, token_ids):

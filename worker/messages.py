@@ -127,10 +127,12 @@ class Flushed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Blocks(msgspec.Struct, frozen=True, tag=True):
-    """Answer to GetBlocks: joined hashes."""
+    """Answer to GetBlocks: joined hashes, and those of the cold tiers."""
 
     ticket: int
     joined: bytes
+    cpu: bytes = b""
+    disk: bytes = b""
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):

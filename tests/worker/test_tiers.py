@@ -157,7 +157,7 @@ def test_a_restart_keeps_the_bound_and_the_order_of_use(tmp_path):
     after = Tiered(directory=tmp_path, disk=4)
     disk = after.core.tiers.disk
     assert len(disk) == 4
-    newest = tokens_of(52, 8 * BLOCK)  # what was served last is what is kept
+    newest = tokens_of(51, 8 * BLOCK)  # what left the device last is what is kept
     assert set(disk.hashes()) == set(hashes(newest)[:4])
     assert len(list(after.folder.path.glob("*.kv"))) == 4
     disk.check()

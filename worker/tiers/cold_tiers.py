@@ -272,6 +272,11 @@ class ColdTiers:
         """Loads on their way."""
         return len(self._loading)
 
+    @property
+    def pending(self) -> int:
+        """Jobs on their way: copies, writes and loads."""
+        return len(self._copying) + len(self._writing) + len(self._loading)
+
     def take_loaded(self, now: float) -> list[ColdLoad]:
         """Take note of what the I/O threads have done; returns the loads that have ended."""
         self._take_copied()
