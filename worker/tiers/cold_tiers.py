@@ -18,51 +18,20 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from cluster.protocol import ColdReport, prefill_pairs
 from worker.engine_stats import TierStats
-from worker.tiers.block_file import BadBlockFile, Header
+from worker.tiers.block_file import Header
 from worker.tiers.chain_set import ChainSet, Entry
+from worker.tiers.cold_load import ColdLoad, KvCopies, Loaded, run_load
 from worker.tiers.disk_folder import DiskFolder
+from worker.tiers.disk_index import index_of
 from worker.tiers.load_speed import LoadSpeed
 
 log = logging.getLogger(__name__)
 
 DIGITS = 3
-FILES_AT_ONCE = 32
-"""Files that are read before their blocks are written to the device."""
-
-
-class KvCopies(Protocol):
-    """What the tiers need of whoever holds the KV. `block_bytes`: KV of one block."""
-
-    block_bytes: int
-
-    def copy_out(self, blocks: Sequence[int], places: Sequence[int]) -> Callable[[], bool]:
-        """Begin to copy device blocks to places in host memory.
-
-        What computes next may overwrite the blocks at once. The answer tells whether the copies
-        have arrived.
-        """
-        ...
-
-    def fence(self) -> Callable[[], None]:
-        """A mark in the computing so far: what is to run in the I/O thread before it writes into
-        device blocks that were allocated before the mark."""
-        ...
-
-    def copy_in(self, places: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy from host memory to device blocks; done when it returns. For the I/O thread."""
-        ...
-
-    def put(self, bodies: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Write the KV read from files to device blocks; done when it returns. As `copy_in`."""
-        ...
-
-    def host_bytes(self, place: int) -> memoryview:
-        """The KV at a place of host memory."""
-        ...
 
 
 class Leaving(NamedTuple):
@@ -71,35 +40,6 @@ class Leaving(NamedTuple):
     block: int
     block_hash: bytes
     content: bytes
-
-
-class Loaded(NamedTuple):
-    """What the I/O thread made of a load: leading blocks that are whole, seconds, what failed."""
-
-    blocks: int
-    host_s: float
-    disk_s: float
-    problem: str
-
-
-class ColdLoad:
-    """Blocks [start, start + len(entries)) of a chain on their way to the device.
-
-    The first `from_host` come from host memory, the others from disk. Its entries are pinned until
-    `ColdTiers.take_loaded` gives the load back with `whole`, the number of leading blocks that the
-    device then has.
-    """
-
-    __slots__ = ("blocks", "entries", "estimate_s", "from_host", "future", "start", "whole")
-
-    def __init__(self, start: int, entries: list[Entry], from_host: int, estimate_s: float) -> None:
-        self.start = start
-        self.entries = entries
-        self.from_host = from_host
-        self.estimate_s = estimate_s
-        self.blocks: list[int] = []
-        self.whole = 0
-        self.future: Future[Loaded] | None = None
 
 
 class ColdTiers:
@@ -152,26 +92,12 @@ class ColdTiers:
         if folder is None:
             self.disk = ChainSet(0)
             return
-        found = folder.scan()
-        self.disk = ChainSet(
-            max(disk_blocks, len(found)), lambda entry: self._remove(folder, entry.block_hash)
+        self.disk, orphans = index_of(
+            folder, disk_blocks, lambda entry: self._remove(folder, entry.block_hash)
         )
-        waiting: dict[bytes, list[tuple[int, Header]]] = {}
-        for number, (header, _) in enumerate(found, -len(found)):  # before all that comes
-            waiting.setdefault(header.parent, []).append((number, header))
-        parents: list[tuple[bytes, Entry | None]] = [(b"", None)]
-        while parents:
-            parent_hash, parent = parents.pop()
-            for number, header in waiting.pop(parent_hash, ()):
-                entry = self.disk.add(header.block_hash, parent, header.content, float(number))
-                assert entry is not None, "there is room for all that was found"
-                self.disk.set_ready(entry)
-                self.disk.unpin(entry)
-                parents.append((header.block_hash, entry))
-        self.disk.shrink(disk_blocks)
-        for _, header in (file for orphans in waiting.values() for file in orphans):
+        for block_hash in orphans:
             self._count["orphaned_files"] += 1
-            self._remove(folder, header.block_hash)
+            self._remove(folder, block_hash)
         self._count["unusable_files"] += folder.unusable
 
     def set_prefill_speed(self, s_per_token: float, s_per_pair: float) -> None:
@@ -264,7 +190,9 @@ class ColdTiers:
         folder = self._folder
         from_disk = load.entries[load.from_host :]
         headers = [] if folder is None else [_header(folder, entry) for entry in from_disk]
-        load.future = self._loader.submit(self._load, self._copies.fence(), load, folder, headers)
+        load.future = self._loader.submit(
+            run_load, self._copies, self._clock, self._copies.fence(), load, folder, headers
+        )
         self._loading.append((load, self.disk))
 
     @property
@@ -405,37 +333,6 @@ class ColdTiers:
             self.host.unpin(source)
             disk.unpin(twin)
 
-    def _load(
-        self,
-        fence: Callable[[], None],
-        load: ColdLoad,
-        folder: DiskFolder | None,
-        headers: list[Header],
-    ) -> Loaded:
-        """In the I/O thread. A failure is what it answers, never what it raises."""
-        count = load.from_host
-        whole, host_s, began_s = 0, 0.0, self._clock()
-        try:
-            fence()
-            began_s = self._clock()
-            if count:
-                places = [entry.place for entry in load.entries[:count]]
-                self._copies.copy_in(places, load.blocks[:count])
-            whole, host_s = count, self._clock() - began_s
-            for start in range(0, len(headers), FILES_AT_ONCE):
-                assert folder is not None
-                bodies, problem = _read(folder, headers[start : start + FILES_AT_ONCE])
-                if bodies:
-                    first = count + start
-                    self._copies.put(bodies, load.blocks[first : first + len(bodies)])
-                    whole += len(bodies)
-                if problem:
-                    return Loaded(whole, host_s, 0.0, problem)
-            return Loaded(whole, host_s, self._clock() - began_s - host_s, "")
-        except Exception as error:  # whatever a driver raises: the blocks are computed instead
-            log.exception("a load failed")
-            return Loaded(whole, host_s, 0.0, repr(error))
-
     def _end_load(self, load: ColdLoad, disk: ChainSet, loaded: Loaded, now: float) -> None:
         load.whole = loaded.blocks
         count = self._count
@@ -466,16 +363,6 @@ class ColdTiers:
 
     def _remove(self, folder: DiskFolder, block_hash: bytes) -> None:
         self._writer.submit(folder.remove, block_hash)  # after the writes that are queued
-
-
-def _read(folder: DiskFolder, headers: list[Header]) -> tuple[list[bytes], str]:
-    bodies = []
-    for header in headers:
-        try:
-            bodies.append(folder.read(header))
-        except (OSError, BadBlockFile) as error:
-            return bodies, f"{header.block_hash.hex()}: {error}"
-    return bodies, ""
 
 
 def _header(folder: DiskFolder, entry: Entry) -> Header:

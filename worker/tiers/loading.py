@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from worker.block_pool import BlockPool
 from worker.sequence import Sequence
-from worker.tiers.cold_tiers import ColdLoad, ColdTiers
+from worker.tiers.cold_load import ColdLoad
+from worker.tiers.cold_tiers import ColdTiers
 
 if TYPE_CHECKING:
     from worker.prefix_cache import PrefixCache
