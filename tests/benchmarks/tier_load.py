@@ -44,7 +44,10 @@ def run() -> int:
             print(f"{NAME}: could not run: {error}", file=sys.stderr)
             return 2
         print(f"SmolLM2-135M on {info.device}, {info.model.namespace.kv_dtype}, 1 thread")
-        value = _measure(core)
+        try:
+            value = _measure(core)
+        finally:
+            _written(core)  # or files would come while the directory goes
     print(f"{NAME}: {value:.4f} (bar {BAR})")
     return 0 if value <= BAR else 1
 
