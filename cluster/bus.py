@@ -4,7 +4,8 @@ Keys of a pool share a hash tag, so that one script covers them also on Redis Cl
 
     stem:{<pool>}:workers               set     ids of the workers that may have a card
     stem:{<pool>}:worker:<id>           hash    epoch, sequence, card (JSON); lives a lease
-    stem:{<pool>}:blocks:<id>:<epoch>   set     hashes cached now
+    stem:{<pool>}:blocks:<id>:<epoch>   set     hashes cached now on the device
+      …:cpu, …:disk                     sets    the same of a worker's cold tiers, if it has any
     stem:{<pool>}:events                stream  one Report (msgpack) an entry, field "r"
 
 `PUBLISH` changes the set, the card's sequence and the stream in one atomic step. It first
@@ -27,8 +28,10 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from cluster.blocks import join_hashes
-from cluster.protocol import Load, Report, WorkerCard, WorkerState
+from cluster.announced import AnnouncedSet
+from cluster.blocks import split_hashes
+from cluster.bus_scripts import LEAVE, PUBLISH
+from cluster.protocol import ColdReport, Load, Report, WorkerCard, WorkerState
 from cluster.settings import BusSettings
 
 log = logging.getLogger(__name__)
@@ -36,49 +39,8 @@ log = logging.getLogger(__name__)
 STAGE_CHUNK = 10_000
 """Hashes in one SADD while a whole set is written."""
 
-PUBLISH = """
--- KEYS card, blocks, events, workers, staging
--- ARGV mode, worker, epoch, previous, sequence, card, stored, evicted, cached,
---      lease_ms, blocks_ttl_ms, stream_max, report
-local mode, worker, epoch, previous, sequence = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local held = redis.call('HMGET', KEYS[1], 'epoch', 'sequence')
-if held[1] and held[1] > epoch then return 'superseded' end
-local function each(command, joined)
-  local batch = {}
-  for i = 1, #joined, 16 do
-    batch[#batch + 1] = joined:sub(i, i + 15)
-    if #batch == 1000 or i + 16 > #joined then
-      redis.call(command, KEYS[2], unpack(batch))
-      batch = {}
-    end
-  end
-end
-if mode == 'delta' then
-  if held[1] ~= epoch or held[2] ~= previous then return 'lost' end
-else
-  redis.call('DEL', KEYS[2])
-  if redis.call('EXISTS', KEYS[5]) == 1 then redis.call('RENAME', KEYS[5], KEYS[2]) end
-end
-each('SREM', ARGV[8])
-each('SADD', ARGV[7])
-if redis.call('SCARD', KEYS[2]) ~= tonumber(ARGV[9]) then return 'lost' end
-if ARGV[6] ~= '' then redis.call('HSET', KEYS[1], 'card', ARGV[6]) end
-redis.call('HSET', KEYS[1], 'epoch', epoch, 'sequence', sequence)
-redis.call('PEXPIRE', KEYS[1], ARGV[10])
-redis.call('PEXPIRE', KEYS[2], ARGV[11])
-redis.call('SADD', KEYS[4], worker)
-redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[12], '*', 'r', ARGV[13])
-return 'ok'
-"""
-
-LEAVE = """
--- KEYS card, blocks, events, workers    ARGV worker, epoch, stream_max, report
-if redis.call('HGET', KEYS[1], 'epoch') ~= ARGV[2] then return 'superseded' end
-redis.call('DEL', KEYS[1], KEYS[2])
-redis.call('SREM', KEYS[4], ARGV[1])
-redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[3], '*', 'r', ARGV[4])
-return 'ok'
-"""
+TIERS = ("cpu", "disk")
+"""The cold tiers, as keys and the fields of a ColdReport spell them."""
 
 
 class BusKeys:
@@ -98,6 +60,10 @@ class BusKeys:
     def blocks(self, worker: str, epoch: int) -> str:
         """Key of a worker's block set."""
         return f"{self.prefix}blocks:{worker}:{epoch_text(epoch)}"
+
+    def tier(self, worker: str, epoch: int, tier: str) -> str:
+        """Key of the block set of a worker's cold tier, one of TIERS."""
+        return f"{self.blocks(worker, epoch)}:{tier}"
 
 
 def epoch_text(epoch: int) -> str:
@@ -150,8 +116,9 @@ class Publisher:
         self.settings = settings
         self._redis = connect(redis_url, timeout_s=settings.lease_s)
         self._card: WorkerCard | None = None
-        self._cached: dict[bytes, None] = {}  # the whole set, in order of storing
-        self._delta: dict[bytes, bool] = {}  # hash -> stored (True) or evicted (False)
+        self._blocks = AnnouncedSet()
+        self._tiers = {tier: AnnouncedSet() for tier in TIERS}
+        self._cold: ColdReport | None = None  # figures of the cold tiers, once there are any
         self._received: list[str] = []
         self._load = Load()
         self._sequence = 0
@@ -193,8 +160,9 @@ class Publisher:
         if self._card is not None and card.epoch <= self._card.epoch:
             raise ValueError(f"epoch {card.epoch} does not follow {self._card.epoch}")
         self._card = card
-        self._cached.clear()
-        self._delta.clear()
+        for blocks in (self._blocks, *self._tiers.values()):
+            blocks.clear()
+        self._cold = None
         self._sequence = 0
         self._whole = self._card_changed = True
         self._wake.set()
@@ -214,22 +182,16 @@ class Publisher:
         stored: Iterable[bytes] = (),
         evicted: Iterable[bytes] = (),
         received: Iterable[str] = (),
+        cold: ColdReport | None = None,
     ) -> None:
         """Add a change of the cache and the load after it. Parents come before children."""
-        for block in evicted:
-            if block in self._cached:
-                del self._cached[block]
-                if self._delta.get(block):
-                    del self._delta[block]
-                else:
-                    self._delta[block] = False
-        for block in stored:
-            if block not in self._cached:
-                self._cached[block] = None
-                if self._delta.get(block) is False:
-                    del self._delta[block]
-                else:
-                    self._delta[block] = True
+        self._blocks.update(stored, evicted)
+        if cold is not None:
+            self._tiers["cpu"].update(split_hashes(cold.cpu_stored), split_hashes(cold.cpu_evicted))
+            self._tiers["disk"].update(
+                split_hashes(cold.disk_stored), split_hashes(cold.disk_evicted)
+            )
+            self._cold = cold.without_changes()
         self._received.extend(received)
         self._load = load
         self._wake.set()
@@ -262,7 +224,13 @@ class Publisher:
 
     async def flushed(self) -> None:
         """Wait until everything given so far is published."""
-        while self._wake.is_set() or self._delta or self._received or self._whole:
+        sets = (self._blocks, *self._tiers.values())
+        while (
+            self._wake.is_set()
+            or any(blocks.changed for blocks in sets)
+            or self._received
+            or self._whole
+        ):
             self._published.clear()
             await self._published.wait()
 
@@ -281,11 +249,12 @@ class Publisher:
         try:
             await self._redis.eval(
                 LEAVE,
-                4,
+                6,
                 keys.card(card.worker),
                 keys.blocks(card.worker, card.epoch),
                 keys.events,
                 keys.workers,
+                *(keys.tier(card.worker, card.epoch, tier) for tier in TIERS),
                 card.worker,
                 epoch_text(card.epoch),
                 str(self.settings.stream_max_reports),
@@ -303,16 +272,22 @@ class Publisher:
         whole = self._whole
         if whole:
             epoch = self.card.epoch
-            self._delta = {}  # the staged set includes it; what comes meanwhile is a delta to it
-            await self._stage(self.keys.blocks(self.card.worker, epoch), list(self._cached))
+            name, keys = self.card.worker, self.keys
+            staged = {keys.blocks(name, epoch): self._blocks}
+            if self._cold is not None:
+                staged |= {keys.tier(name, epoch, t): s for t, s in self._tiers.items()}
+            wholes = []
+            for key, blocks in staged.items():
+                blocks.take()  # the staged set includes it; what comes meanwhile is a delta to it
+                wholes.append((key, list(blocks.whole)))
+            for key, hashes in wholes:
+                await self._stage(key, hashes)
             if self.card.epoch != epoch:
                 return  # a new epoch began meanwhile, and has set the wake-up
         card, card_changed = self.card, self._card_changed
-        delta, self._delta = self._delta, {}
         received, self._received = self._received, []
-        cached, load, previous = len(self._cached), self._load, self._sequence
-        stored = join_hashes([h for h, is_stored in delta.items() if is_stored])
-        evicted = join_hashes([h for h, is_stored in delta.items() if not is_stored])
+        stored, evicted = self._blocks.take()
+        cached, load, previous = len(self._blocks.whole), self._load, self._sequence
         report = Report(
             worker=card.worker,
             epoch=card.epoch,
@@ -323,6 +298,7 @@ class Publisher:
             received=received,
             state=card.state,
             resync=whole,
+            cold=self._take_cold(),
         )
         try:
             answer = await self._send(card, report, previous, cached, card_changed)
@@ -349,6 +325,22 @@ class Publisher:
             self._card_changed = self._card_changed and not card_changed
         self._published.set()
 
+    def _take_cold(self) -> ColdReport | msgspec.UnsetType:
+        if self._cold is None:
+            return msgspec.UNSET
+        cpu, disk = self._tiers["cpu"], self._tiers["disk"]
+        cpu_stored, cpu_evicted = cpu.take()
+        disk_stored, disk_evicted = disk.take()
+        return msgspec.structs.replace(
+            self._cold,
+            cpu_stored=cpu_stored,
+            cpu_evicted=cpu_evicted,
+            disk_stored=disk_stored,
+            disk_evicted=disk_evicted,
+            cpu_blocks=len(cpu.whole),
+            disk_blocks=len(disk.whole),
+        )
+
     async def _stage(self, key: str, hashes: list[bytes]) -> None:
         """Write the whole set under another name; PUBLISH puts it in place."""
         staging = key + ":new"
@@ -363,14 +355,23 @@ class Publisher:
     ) -> bytes:
         keys, settings = self.keys, self.settings
         blocks = keys.blocks(card.worker, card.epoch)
+        tier_keys: list[str] = []
+        tier_values: list[bytes | str] = []
+        if isinstance(cold := report.cold, ColdReport):
+            for tier in TIERS:
+                key = keys.tier(card.worker, card.epoch, tier)
+                tier_keys += [key, key + ":new"]
+            tier_values += [cold.cpu_stored, cold.cpu_evicted, str(cold.cpu_blocks)]
+            tier_values += [cold.disk_stored, cold.disk_evicted, str(cold.disk_blocks)]
         answer: bytes = await self._redis.eval(
             PUBLISH,
-            5,
+            5 + len(tier_keys),
             keys.card(card.worker),
             blocks,
             keys.events,
             keys.workers,
             blocks + ":new",
+            *tier_keys,
             "whole" if report.resync else "delta",
             card.worker,
             epoch_text(card.epoch),
@@ -384,5 +385,6 @@ class Publisher:
             str(int(settings.blocks_ttl_s * 1000)),
             str(settings.stream_max_reports),
             msgspec.msgpack.encode(report),
+            *tier_values,
         )
         return answer

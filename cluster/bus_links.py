@@ -13,7 +13,7 @@ import redis.asyncio as aioredis
 from redis.exceptions import RedisError
 
 from cluster.blocks import Namespace, split_hashes
-from cluster.bus import BusKeys, epoch_text
+from cluster.bus import BusKeys
 from cluster.follower import NO_ENTRY, stream_entries
 from cluster.following import card_problem
 from cluster.links import Broken, Skip, Step, settled
@@ -239,9 +239,13 @@ class BusLinks:
 
     async def _differing_blocks(self, card: WorkerCard) -> int:
         listing = await self.listing(card)
-        key = f"{self._keys.prefix}blocks:{card.worker}:{epoch_text(listing.epoch)}"
-        held: Any = await self._redis.smembers(key)
-        return len(set(split_hashes(listing.blocks)) ^ set(held))
+        key = self._keys.blocks(card.worker, listing.epoch)
+        own = {key: listing.blocks, f"{key}:cpu": listing.cpu, f"{key}:disk": listing.disk}
+        differing = 0
+        for name, joined in own.items():
+            held: Any = await self._redis.smembers(name)
+            differing += len(set(split_hashes(joined)) ^ set(held))
+        return differing
 
     @property
     def _redis(self) -> aioredis.Redis:

@@ -11,10 +11,20 @@ from rich.text import Text
 
 def explain_table(answer: dict[str, Any]) -> RenderableType:
     """Render the JSON of a gateway's `POST /admin/explain`."""
+    cold = any(worker.get("cold_tokens") for worker in answer["workers"])
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
     table.add_column("worker")
-    for name in ("hit", "of it coming", "new", "pending", "batch", "free blocks", "cost"):
+    for name in (
+        "hit",
+        "of it coming",
+        *(["cold"] if cold else []),
+        "new",
+        "pending",
+        "batch",
+        "free blocks",
+        "cost",
+    ):
         table.add_column(name, justify="right")
     table.add_column("left out because")
     for worker in answer["workers"]:
@@ -23,6 +33,7 @@ def explain_table(answer: dict[str, Any]) -> RenderableType:
             worker["worker"],
             str(worker["hit_tokens"]),
             str(worker["coming_tokens"]),
+            *([str(worker.get("cold_tokens", 0))] if cold else []),
             str(worker["new_tokens"]),
             str(worker["pending_tokens"]),
             str(worker["batch"]),

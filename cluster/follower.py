@@ -9,7 +9,7 @@ import time
 import msgspec
 from redis.exceptions import RedisError
 
-from cluster.bus import BusKeys, connect, heed_cancellation
+from cluster.bus import TIERS, BusKeys, connect, heed_cancellation
 from cluster.following import FleetSink, Following, Held, Need
 from cluster.settings import BusSettings
 
@@ -144,18 +144,20 @@ class Follower:
         self.following.settle(need, await self._read_worker(need.worker), time.monotonic())
 
     async def _read_worker(self, worker: str) -> Held | None:
-        """A worker's card and whole set in one transaction; None where its lease has ended."""
+        """A worker's card and whole sets in one transaction; None where its lease has ended."""
         while True:
             epoch_raw = await self._reader.hget(self.keys.card(worker), "epoch")
             if epoch_raw is None:
                 return None
             pipe = self._reader.pipeline(transaction=True)
             pipe.hgetall(self.keys.card(worker))
-            pipe.smembers(f"{self.keys.prefix}blocks:{worker}:{_text(epoch_raw)}")
-            fields, members = await pipe.execute()
+            blocks = f"{self.keys.prefix}blocks:{worker}:{_text(epoch_raw)}"
+            for key in (blocks, *(f"{blocks}:{tier}" for tier in TIERS)):
+                pipe.smembers(key)
+            fields, *sets = await pipe.execute()
             if fields.get(b"epoch") == epoch_raw:
                 return Held(
-                    int(epoch_raw), int(fields[b"sequence"]), fields[b"card"], list(members)
+                    int(epoch_raw), int(fields[b"sequence"]), fields[b"card"], *map(list, sets)
                 )
 
     async def _look_after_silent(self) -> None:

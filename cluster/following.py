@@ -13,12 +13,13 @@ what the workers published last:
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
 import msgspec
 
-from cluster.protocol import PROTOCOL_VERSION, Report, WorkerCard
+from cluster.protocol import PROTOCOL_VERSION, ColdReport, Report, WorkerCard
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,12 @@ class FleetSink(Protocol):
         """A new worker, a new epoch of one, or a changed card."""
 
     def on_snapshot(self, worker: str, epoch: int, hashes: list[bytes]) -> None:
-        """This is the worker's whole set now."""
+        """This is the worker's whole set now. What it has in cold tiers is told next, if any."""
+
+    def on_cold_snapshot(
+        self, worker: str, epoch: int, cpu: Sequence[bytes], disk: Sequence[bytes]
+    ) -> None:
+        """The whole sets of its cold tiers now."""
 
     def on_report(self, report: Report) -> bool | None:
         """Apply a report. False: what is known of this worker does not agree with it."""
@@ -45,12 +51,15 @@ class Held(NamedTuple):
     epoch, sequence   of its last report
     card              its WorkerCard (JSON)
     hashes            its block set
+    cpu, disk         those of its cold tiers
     """
 
     epoch: int
     sequence: int
     card: bytes
     hashes: list[bytes]
+    cpu: Sequence[bytes] = ()
+    disk: Sequence[bytes] = ()
 
 
 class Need(NamedTuple):
@@ -266,6 +275,8 @@ class Following:
         self.repairs += need.repair
         self._sink.on_card(card)
         self._sink.on_snapshot(worker, card.epoch, held.hashes)
+        if held.cpu or held.disk:
+            self._sink.on_cold_snapshot(worker, card.epoch, held.cpu, held.disk)
 
     def _tell_of_old(self, known: _Known, report: Report) -> None:
         """A report whose blocks are known already: its load, if newer, and the ids it names.
@@ -279,8 +290,15 @@ class Following:
             known.newest = newest = report
         elif not report.received:
             return
+        cold = newest.cold
         self._sink.on_report(
-            msgspec.structs.replace(newest, received=report.received, stored=b"", evicted=b"")
+            msgspec.structs.replace(
+                newest,
+                received=report.received,
+                stored=b"",
+                evicted=b"",
+                cold=cold.without_changes() if isinstance(cold, ColdReport) else cold,
+            )
         )
 
     def _signed_off(self, known: _Known | None, report: Report) -> None:

@@ -100,6 +100,32 @@ def prefill_pairs(start: int, end: int) -> int:
     return (end * end - start * start) // 2
 
 
+class ColdReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker with cold tiers says of them. Hashes are joined, parents first.
+
+    cpu_…, disk_…      the tier: host memory, disk. A block may be in several, and on the device
+                       as well; each tier is prefix-closed by itself
+    …_stored, …_evicted   change since the last report, disjoint
+    …_blocks           blocks in the tier now
+    …_s_per_token      measured seconds to load a token's KV; 0: not measured yet
+    """
+
+    cpu_stored: bytes = b""
+    cpu_evicted: bytes = b""
+    disk_stored: bytes = b""
+    disk_evicted: bytes = b""
+    cpu_blocks: int = 0
+    disk_blocks: int = 0
+    cpu_s_per_token: float = 0.0
+    disk_s_per_token: float = 0.0
+
+    def without_changes(self) -> ColdReport:
+        """The figures alone."""
+        return msgspec.structs.replace(
+            self, cpu_stored=b"", cpu_evicted=b"", disk_stored=b"", disk_evicted=b""
+        )
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker says of itself: the change of its cache since the last report, its load now.
 
@@ -107,6 +133,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     stored     hashes cached since the last report, joined (16 bytes each), parents first
     evicted    hashes dropped since the last report, joined; disjoint from `stored`
     received   ids of the requests received since the last report; `load` includes them
+    cold       of a worker with cold tiers; `stored` and `evicted` are of its device. Others
+               send nothing of it
     resync     `stored` and `evicted` do not tell all: read this worker's block set again
     """
 
@@ -119,6 +147,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     received: list[str] = msgspec.field(default_factory=list)
     state: WorkerState = "ready"
     resync: bool = False
+    cold: ColdReport | msgspec.UnsetType = msgspec.UNSET
     version: int = PROTOCOL_VERSION
 
 
@@ -187,11 +216,38 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockList(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer (msgpack) of a worker's `GET /blocks`: the cached set, to compare an index with."""
+    """Answer (msgpack) of a worker's `GET /blocks`: the cached set, to compare an index with.
+
+    cpu, disk   those of its cold tiers
+    """
 
     worker: str
     epoch: int
     blocks: bytes
+    cpu: bytes = b""
+    disk: bytes = b""
+
+
+class TierView(msgspec.Struct, frozen=True, kw_only=True):
+    """The cold tiers in a CacheView: blocks held and room in each, and what came back.
+
+    …_loaded_blocks   blocks loaded instead of computed
+    loads             loads that have ended; of these `failed_loads` were cut short by a bad block
+    declined_loads    times that computing was estimated to be quicker
+    """
+
+    cpu_blocks: int
+    cpu_capacity_blocks: int
+    cpu_loaded_blocks: int
+    cpu_evictions: int
+    disk_blocks: int
+    disk_capacity_blocks: int
+    disk_loaded_blocks: int
+    disk_evictions: int
+    loads: int
+    failed_loads: int
+    declined_loads: int
+    loaded_bytes: int
 
 
 class CacheView(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,6 +260,7 @@ class CacheView(msgspec.Struct, frozen=True, kw_only=True):
     pool_use                     share of the blocks that requests (and pins) use now
     kv_bytes_a_token             keys and values of one token in all layers
     eviction                     the policy, as settings spell it
+    tiers                        its cold tiers, None where it has none
     """
 
     worker: str
@@ -228,6 +285,7 @@ class CacheView(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_a_token: int
     block_size: int
     eviction: str
+    tiers: TierView | None = None
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):

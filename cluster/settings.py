@@ -96,6 +96,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     eviction         which cached block goes first: "lru", "lfu", "ttl:ttl_s=600" or
                      "workload_aware"
     cache_share      share of the pool that may hold cached blocks which no request uses
+    cpu_tier_gb      GiB of host memory for KV blocks that the pool has no room for; 0: none
+    disk_tier_gb     GiB on disk for the same, written behind host memory, which it needs; 0: none
+    disk_tier_dir    its directory; "" takes ~/.cache/stemroute/kv
     warmup_file      text file of prompts (separated by lines of "---") that are computed before
                      the worker is ready; "" warms nothing up
     pin_share        share of the pool in which the warm-up's prompts are kept from eviction
@@ -122,6 +125,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_waiting: int = 1024
     eviction: str = "lru"
     cache_share: float = 1.0
+    cpu_tier_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    disk_tier_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    disk_tier_dir: str = ""
     warmup_file: str = ""
     pin_share: float = 0.0
     threads: int = 1

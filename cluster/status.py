@@ -91,8 +91,24 @@ def cache_table(cache: dict[str, Any]) -> RenderableType:
             str(worker["kv_bytes_a_token"]),
             f"{worker['pool_use']:.0%}",
         )
+    tiers = [Text(_tiers_line(w["worker"], w["tiers"])) for w in cache["workers"] if w.get("tiers")]
     silent = [
         Text(f"no word of its cache from {worker}: {reason}", style="yellow")
         for worker, reason in cache["silent"].items()
     ]
-    return Group(table, *silent)
+    return Group(table, *tiers, *silent)
+
+
+def _tiers_line(worker: str, tiers: dict[str, Any]) -> str:
+    """What a worker's cold tiers hold and gave back."""
+    line = f"{worker}: cold tiers:"
+    for name, title in (("cpu", "host memory"), ("disk", "disk")):
+        if tiers[f"{name}_capacity_blocks"]:
+            line += (
+                f" {title} {tiers[f'{name}_blocks']} of {tiers[f'{name}_capacity_blocks']} blocks, "
+                f"{tiers[f'{name}_loaded_blocks']} loaded, {tiers[f'{name}_evictions']} evicted;"
+            )
+    return (
+        f"{line} {tiers['loads']} loads, {tiers['failed_loads']} of them cut short, "
+        f"{tiers['declined_loads']} times computing was quicker"
+    )

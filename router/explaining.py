@@ -29,7 +29,9 @@ REASONS: dict[Reason, str] = {
 class ExplainedWorker(msgspec.Struct, frozen=True, kw_only=True):
     """One worker in the light of one request. Tokens are prompt tokens.
 
-    hit_tokens     expected not to be computed: published blocks and those on their way there
+    hit_tokens     expected not to be computed: published blocks and those on their way there, and
+                   what blocks in cold tiers are worth
+    cold_tokens    tokens that it holds only in cold tiers, beyond those on its device
     coming_tokens  of these, on their way: requests in flight there will have computed them
     new_tokens     what it would compute
     pending_tokens, batch   its load: tokens to compute for others; requests running and waiting
@@ -40,6 +42,7 @@ class ExplainedWorker(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     state: WorkerState
     hit_tokens: int
+    cold_tokens: int
     coming_tokens: int
     new_tokens: int
     pending_tokens: int
@@ -121,7 +124,7 @@ def explain(
         chosen = slots[decision.chosen]
         reason = reason_of(candidates, decision.chosen)
     block_size = _block_size(members, model)
-    published = _published(fleet, members, chain, prompt_tokens, block_size)
+    published, device, cold = _held(fleet, members, chain, prompt_tokens, block_size)
     rows = []
     for member in members:
         hit, load = published[member.slot], fleet.load_of(member)
@@ -132,7 +135,8 @@ def explain(
                 worker=member.card.worker,
                 state=member.state,
                 hit_tokens=expected,
-                coming_tokens=max(0, expected - hit),
+                cold_tokens=cold[member.slot],
+                coming_tokens=device[member.slot] - hit if member.slot in hits else 0,
                 new_tokens=max(1, prompt_tokens - expected),
                 pending_tokens=load.pending_prefill_tokens,
                 batch=load.batch,
@@ -177,21 +181,29 @@ def _block_size(members: Sequence[Member], model: str) -> int:
     return usable[0].namespace.block_size if usable else 0
 
 
-def _published(
+def _held(
     fleet: Fleet,
     members: Sequence[Member],
     chain: Sequence[bytes],
     prompt_tokens: int,
     block_size: int,
-) -> dict[int, int]:
-    """Slot -> prompt tokens of which the worker has announced the blocks."""
+) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
+    """By slot, prompt tokens: whose blocks the worker has announced; those and what is coming to
+    its device; what it holds beyond that, in cold tiers only."""
+    slots = [member.slot for member in members]
     if not members or not block_size:
-        return {member.slot: 0 for member in members}
-    reusable = chain[: (prompt_tokens - 1) // block_size]
-    mask = sum(1 << member.slot for member in members)
-    size = max(member.slot for member in members) + 1
-    depths: list[int] = np.asarray(fleet.index.depths(reusable, mask, size)).tolist()
-    return {member.slot: depths[member.slot] * block_size for member in members}
+        nothing = dict.fromkeys(slots, 0)
+        return nothing, nothing, nothing
+    limit = min(len(chain), (prompt_tokens - 1) // block_size)
+    mask = sum(1 << slot for slot in slots)
+    device = fleet.device_depths(chain, mask, limit)
+    published = fleet.index.depths(chain, mask, len(device), limit)
+    cold = fleet.cold.ends(device, chain, mask, limit)[1] - device if fleet.cold else 0 * device
+    return (
+        {slot: int(published[slot]) * block_size for slot in slots},
+        {slot: int(device[slot]) * block_size for slot in slots},
+        {slot: int(cold[slot]) * block_size for slot in slots},
+    )
 
 
 def _why_left_out(member: Member, model: str, prompt_tokens: int) -> str:

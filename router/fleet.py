@@ -12,9 +12,11 @@ from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from cluster.blocks import split_hashes
-from cluster.protocol import Load, Report, WorkerCard, WorkerState
+from cluster.protocol import ColdReport, Load, Report, WorkerCard, WorkerState
+from router.cold_index import ColdIndex
 from router.coming import ComingBlocks
 from router.member import (
     ROWS,
@@ -62,6 +64,7 @@ class Fleet:
         max_pairs: int = MAX_PAIRS,
     ) -> None:
         self.index = PrefixIndex(max_pairs)
+        self.cold = ColdIndex(max_pairs)
         self.coming = ComingBlocks(claim_life_s)
         self.requests_total = 0
         self.listener: Callable[[], None] = _ignore
@@ -108,6 +111,15 @@ class Fleet:
         member = self._members.get(worker)
         if member is not None and member.card.epoch == epoch:
             self.index.replace(member.slot, hashes)
+            self.cold.drop(member.slot)
+
+    def on_cold_snapshot(
+        self, worker: str, epoch: int, cpu: Sequence[bytes], disk: Sequence[bytes]
+    ) -> None:
+        """Replace all blocks in the cold tiers of a worker's epoch."""
+        member = self._members.get(worker)
+        if member is not None and member.card.epoch == epoch:
+            self.cold.replace(member.slot, cpu, disk)
 
     def on_report(self, report: Report) -> bool:
         """Apply a report. Those of unknown workers and of other epochs are ignored.
@@ -135,7 +147,10 @@ class Fleet:
             self.listener()
         self.on_room()
         known = self.index.count(member.slot) + self.index.dropped(member.slot)
-        return known == report.load.cached_blocks
+        agrees = known == report.load.cached_blocks
+        if isinstance(report.cold, ColdReport):
+            agrees &= self.cold.apply(member.slot, report.cold, report.load)
+        return agrees
 
     def on_gone(self, worker: str, reason: str) -> None:
         """Forget a worker. Its requests in flight end by themselves."""
@@ -144,6 +159,7 @@ class Fleet:
             return
         slot = member.slot
         self.index.drop(slot)
+        self.cold.drop(slot)
         self.coming.drop(slot)
         self._suspects.discard(member)
         self._by_slot[slot] = None
@@ -210,12 +226,23 @@ class Fleet:
         block_size = group.reference.namespace.block_size
         # not a slice of the chain: that would touch every one of its hashes
         reusable = min(len(chain), (prompt_tokens - 1) // block_size)
-        by_slot = self.index.depths(chain, mask, self._rows.shape[1], reusable, block_size)
-        self.coming.raise_depths(by_slot, chain, mask, self.index.holders, reusable, block_size)
+        hit_tokens = self.device_depths(chain, mask, reusable, block_size)
+        if self.cold:
+            depths = hit_tokens // block_size
+            hit_tokens += self.cold.credited_tokens(depths, chain, mask, reusable, block_size)
         if columns is None:
             columns = columns_of(self._rows, self._speeds, slots)
-        hits = by_slot[slots if run is None else run]
+        hits = hit_tokens[slots if run is None else run]
         return columns.candidates(slots, hits, prompt_tokens, block_size, chain)
+
+    def device_depths(
+        self, chain: Sequence[bytes], mask: int, limit: int, unit: int = 1
+    ) -> NDArray[np.int64]:
+        """By slot, leading blocks (at most `limit`) that are on its device or coming there; a
+        block counts as `unit`."""
+        depths = self.index.depths(chain, mask, self._rows.shape[1], limit, unit)
+        self.coming.raise_depths(depths, chain, mask, self.index.holders, limit, unit)
+        return depths
 
     def at(self, slot: int) -> Member:
         """The worker in `slot`. Raises LookupError where there is none."""
@@ -298,6 +325,7 @@ class Fleet:
     def check(self) -> None:
         """Raise where the fleet contradicts itself, with figures."""
         self.index.check()
+        self.cold.check()
         self.coming.check()
         for name, member in self._members.items():
             if self._by_slot[member.slot] is not member:
@@ -338,6 +366,7 @@ class Fleet:
 
     def _begin_epoch(self, member: Member, card: WorkerCard) -> None:
         self.index.drop(member.slot)
+        self.cold.drop(member.slot)
         self.coming.drop(member.slot)
         member.load = idle_load(card)
         self._refresh_speeds(member)

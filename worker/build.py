@@ -17,6 +17,7 @@ from worker.kv_memory import blocks_that_fit, kv_block_bytes
 from worker.messages import EngineInfo
 from worker.models.llama import LlamaModel
 from worker.runner import TorchRunner
+from worker.tiers.opening import open_tiers
 from worker.weights import LoadedModel, load_model, resolve_device, resolve_dtype
 
 log = logging.getLogger(__name__)
@@ -55,12 +56,15 @@ def build_engine(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
         pin_share=settings.pin_share,
     )
     runner = TorchRunner(model, kv_blocks, settings.block_size, settings.attention)
-    core = EngineCore(config, runner, make_policy=parse_eviction(settings.eviction))
+    fields = of_weights(loaded, dtype, settings.block_size)
+    tiers = open_tiers(settings, runner, fields["namespace"], kv_blocks)
+    make_policy = parse_eviction(settings.eviction)
+    core = EngineCore(config, runner, make_policy=make_policy, tiers=tiers)
     info = EngineInfo(
         model=ModelInfo(
             model=settings.served_name or loaded.name,
             context_tokens=config.sequence_limit,
-            **of_weights(loaded, dtype, settings.block_size),
+            **fields,
         ),
         capacity_blocks=kv_blocks,
         context_tokens=config.sequence_limit,

@@ -75,6 +75,11 @@ def build_emulated(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
 
     Raises ModelError for an unknown profile, ValueError for settings that cannot work.
     """
+    if settings.cpu_tier_gb or settings.disk_tier_gb:
+        raise ValueError(
+            "an emulated accelerator has no KV to keep: unset worker.cpu_tier_gb and "
+            "worker.disk_tier_gb"
+        )
     name = settings.model.removeprefix(EMULATED)
     profile = profile_of(name)
     tokenizer = byte_tokenizer()

@@ -12,15 +12,16 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from cluster.blocks import hash_block as sha256_block
-from cluster.protocol import Load, RequestError, Sampling
+from cluster.protocol import ColdReport, Load, RequestError, Sampling
 from worker.block_pool import BlockPool, InvariantError
 from worker.engine_config import EngineConfig
-from worker.engine_stats import EngineStats, EvictionAges
+from worker.engine_stats import EngineStats, EvictionAges, TierStats
 from worker.eviction import EvictionPolicy, Lru
 from worker.prefill_speed import StepWork
 from worker.prefix_cache import AGE_BOUNDS_S, PrefixCache, Why
 from worker.scheduler import Plan, Scheduler
 from worker.sequence import EngineRequest, Sequence
+from worker.tiers.cold_tiers import ColdTiers
 
 __all__ = [
     "BatchItem",
@@ -96,11 +97,14 @@ class Changes(msgspec.Struct, kw_only=True):
     `stored`, and a hash both stored and evicted in between is in neither.
 
     received   ids of the requests added since the last take
+    cold       the same of the cold tiers, where there are any; `stored` and `evicted` are of the
+               device
     """
 
     stored: list[bytes]
     evicted: list[bytes]
     received: list[str]
+    cold: ColdReport | None = None
 
 
 class EngineCore:
@@ -108,6 +112,7 @@ class EngineCore:
 
     last_failure   the exception of the last step in which the runner failed
     last_work      what the last step computed
+    tiers          the cold tiers of its cache, None where it has none
     """
 
     def __init__(
@@ -117,14 +122,16 @@ class EngineCore:
         *,
         hash_block: Callable[[bytes, bytes], bytes] = sha256_block,
         make_policy: Callable[[BlockPool], EvictionPolicy] = Lru,
+        tiers: ColdTiers | None = None,
     ) -> None:
         self.config = config
+        self.tiers = tiers
         self._runner = runner
         self._pool = BlockPool(config.capacity_blocks)
         self._cache = PrefixCache(
-            self._pool, make_policy(self._pool), config.block_size, config.keep_limit
+            self._pool, make_policy(self._pool), config.block_size, config.keep_limit, tiers
         )
-        self._scheduler = Scheduler(config, self._pool, self._cache, hash_block)
+        self._scheduler = Scheduler(config, self._pool, self._cache, hash_block, tiers)
         self._end_tokens = frozenset(config.eos_token_ids)
         self._sequences: dict[str, Sequence] = {}
         self._received: list[str] = []
@@ -208,11 +215,16 @@ class EngineCore:
         if self._sequences:
             raise InvariantError(f"{len(self._sequences)} requests still use the old weights")
         self._scheduler.flush()
+        if self.tiers is not None:
+            self.tiers.forget(files=False)  # files say of which weights they are
         self._end_tokens = frozenset(eos_token_ids)
 
     def flush(self) -> None:
-        """Drop all cached blocks at once; running requests go on, but cache nothing more."""
+        """Drop all cached blocks at once, those of the cold tiers as well; running requests go on,
+        but cache nothing more."""
         self._scheduler.flush()
+        if self.tiers is not None:
+            self.tiers.forget(files=True)
 
     def expire(self, now: float) -> None:
         """What `step` does first, for a caller that has no work: let cached blocks expire."""
@@ -229,6 +241,16 @@ class EngineCore:
         """Whether a request runs or waits."""
         return bool(self._sequences)
 
+    def waits_for_loads(self) -> bool:
+        """Whether there is work, but none before blocks have come from a cold tier."""
+        scheduler = self._scheduler
+        return bool(
+            scheduler.loading is not None
+            and self._sequences
+            and not scheduler.running
+            and scheduler.loading.tiers.loads
+        )
+
     def step(self, now: float = 0.0) -> list[Output]:
         """Compute one batch. `now` is the caller's clock in seconds, for eviction policies only.
 
@@ -238,7 +260,7 @@ class EngineCore:
         """
         plan = self._scheduler.schedule(now)
         if not plan:
-            if self._sequences:
+            if self._sequences and not self.waits_for_loads():
                 load = self.load()
                 raise InvariantError(f"nothing can be scheduled: {load}, {self.config}")
             return []
@@ -268,7 +290,8 @@ class EngineCore:
         """What changed since the last take. Applying all of them gives `cached_blocks()`."""
         stored, evicted = self._cache.take_changes()
         received, self._received = self._received, []
-        return Changes(stored=stored, evicted=evicted, received=received)
+        cold = None if self.tiers is None else self.tiers.report()
+        return Changes(stored=stored, evicted=evicted, received=received, cold=cold)
 
     def cached_blocks(self) -> list[bytes]:
         """Hashes of all cached blocks, parents first."""
@@ -298,6 +321,10 @@ class EngineCore:
             steps=self._steps,
             failed_steps=self._failed_steps,
         )
+
+    def tier_stats(self) -> TierStats | None:
+        """Counts of the cold tiers, None where there are none."""
+        return None if self.tiers is None else self.tiers.stats()
 
     def eviction_ages(self) -> EvictionAges:
         """How long evicted blocks had been of no use."""

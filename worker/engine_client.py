@@ -186,10 +186,14 @@ class EngineClient:
         await self._ask(Flush(next(self._tickets)))
 
     async def blocks(self) -> list[bytes]:
-        """Hashes of all blocks cached now, as the engine itself knows them."""
-        joined = await self._ask(GetBlocks(next(self._tickets)))
-        assert isinstance(joined, bytes)
-        return split_hashes(joined)
+        """Hashes of all blocks cached on the device now, as the engine itself knows them."""
+        return split_hashes((await self.listing()).joined)
+
+    async def listing(self) -> Blocks:
+        """The same joined, and those of the cold tiers."""
+        blocks = await self._ask(GetBlocks(next(self._tickets)))
+        assert isinstance(blocks, Blocks)
+        return blocks
 
     async def stats(self) -> Stats:
         """The engine's counts."""
@@ -269,8 +273,8 @@ class EngineClient:
             case Flushed(ticket=ticket):
                 self._on_flushed(message.received, message.load)
                 self._answer(ticket, None)
-            case Blocks(ticket, joined):
-                self._answer(ticket, joined)
+            case Blocks(ticket):
+                self._answer(ticket, message)
             case Stats(ticket):
                 self._answer(ticket, message)
             case Pinned(ticket, tokens):

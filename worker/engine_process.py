@@ -61,6 +61,9 @@ NICENESS_ON_CPU = 5
 need little, and whole answers wait for them."""
 
 LOADING_POLL_MS = 20
+TIER_POLL_MS = 1
+"""Where there is nothing to do before KV blocks have come from a cold tier."""
+
 FAILED_STEPS_TO_GIVE_UP = 3
 """So many failed steps in a row, and the process ends: whoever watches it starts a fresh one."""
 
@@ -90,7 +93,9 @@ class EngineLoop:
         while not self._stopped:
             idle = not self._core.has_work()
             wait_ms = SIGN_OF_LIFE_MS if self._change is None else LOADING_POLL_MS
-            heard = self._take_messages(wait_ms if idle else 0)
+            if not idle:
+                wait_ms = TIER_POLL_MS if self._core.waits_for_loads() else 0
+            heard = self._take_messages(wait_ms)
             if self._change is not None and self._change[2].done():
                 self._change_weights(*self._change)
                 self._change = None
@@ -136,9 +141,11 @@ class EngineLoop:
                 self._send(Flushed(ticket=ticket, received=changes.received, load=self._load()))
             case GetBlocks(ticket):
                 self._tell([], "")
-                self._send(Blocks(ticket, join_hashes(core.cached_blocks())))
+                tiers = [] if core.tiers is None else [core.tiers.host, core.tiers.disk]
+                sets = [core.cached_blocks(), *(tier.hashes() for tier in tiers)]
+                self._send(Blocks(ticket, *map(join_hashes, sets)))
             case GetStats(ticket):
-                self._send(Stats(ticket, core.stats(), core.eviction_ages()))
+                self._send(Stats(ticket, core.stats(), core.eviction_ages(), core.tier_stats()))
             case Pin(ticket, namespace_root, token_ids):
                 self._send(Pinned(ticket, core.pin(namespace_root, token_ids)))
             case LoadWeights(ticket, model):
@@ -178,6 +185,7 @@ class EngineLoop:
                 load=self._load(),
             )
         )
+        change.open_disk(self._info)
         log.info("the weights are now those of %s", self._info.model.namespace.weights[:16])
 
     def _step(self) -> None:
@@ -194,6 +202,8 @@ class EngineLoop:
         else:
             self._failed_in_a_row = 0
             self._speed.observe(self._core.last_work, began_s, ended_s)
+            if self._core.tiers is not None and self._speed.s_per_token:
+                self._core.tiers.set_prefill_speed(self._speed.s_per_token, self._speed.s_per_pair)
         self._tell(outputs, failure)
         if self._failed_in_a_row >= FAILED_STEPS_TO_GIVE_UP:
             raise RuntimeError(f"{self._failed_in_a_row} steps in a row failed: {failure}")

@@ -45,6 +45,48 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     failed_steps: int
 
 
+class TierStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The cold tiers: counts since the engine began, and what is occupied now.
+
+    cpu_blocks, disk_blocks   blocks that host memory and disk hold now
+    …_capacity_blocks         room of each
+    …_loaded_blocks           blocks that came back from each
+    loads, failed_loads       loads that have ended; of these, those cut short by a block that was
+                              not as it should be, which was then computed
+    declined_loads            times that computing was estimated to be quicker than loading
+    loaded_bytes              KV copied back to the device
+    demoted_blocks            evicted blocks copied to host memory
+    refused_blocks            blocks that a tier did not take: all of it was in use just then
+    cpu_evictions, disk_evictions   blocks that each gave up for others
+    written_blocks, written_bytes   blocks written to disk, and their KV
+    failed_writes             blocks that could not be written
+    orphaned_files            files found at the start without the block before them: removed
+    unusable_files            files found at the start that are no block of this model: not used
+    tier_collisions           equal hashes of unequal content
+    """
+
+    cpu_blocks: int
+    disk_blocks: int
+    cpu_capacity_blocks: int
+    disk_capacity_blocks: int
+    cpu_loaded_blocks: int
+    disk_loaded_blocks: int
+    loads: int
+    failed_loads: int
+    declined_loads: int
+    loaded_bytes: int
+    demoted_blocks: int
+    refused_blocks: int
+    cpu_evictions: int
+    disk_evictions: int
+    written_blocks: int
+    written_bytes: int
+    failed_writes: int
+    orphaned_files: int
+    unusable_files: int
+    tier_collisions: int
+
+
 class EvictionAges(msgspec.Struct, frozen=True, kw_only=True):
     """Time from a block's last use to its eviction.
 

@@ -11,6 +11,7 @@ import msgspec
 from cluster.protocol import Load, ModelInfo
 from cluster.settings import WorkerSettings
 from worker.engine import Changes, EngineRequest, EngineStats, EvictionAges, Output
+from worker.engine_stats import TierStats
 
 
 class StartEngine(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,10 +127,12 @@ class Flushed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Blocks(msgspec.Struct, frozen=True, tag=True):
-    """Answer to GetBlocks: joined hashes."""
+    """Answer to GetBlocks: joined hashes, and those of the cold tiers."""
 
     ticket: int
     joined: bytes
+    cpu: bytes = b""
+    disk: bytes = b""
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):
@@ -138,6 +141,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     ticket: int
     stats: EngineStats
     ages: EvictionAges
+    tiers: TierStats | None
 
 
 class Pinned(msgspec.Struct, frozen=True, tag=True):

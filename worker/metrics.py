@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from cluster.protocol import CacheView, Load
-from worker.engine import EngineStats, EvictionAges
+from cluster.protocol import CacheView, Load, TierView
+from worker.engine import EvictionAges
+from worker.engine_stats import TierStats
 from worker.service import WorkerService
 
 PREFIX = "stemroute_worker_"
-GAUGES_OF_STATS = frozenset({"pinned_blocks"})
+GAUGES_OF_STATS = frozenset(
+    {
+        "pinned_blocks",
+        "cpu_blocks",
+        "disk_blocks",
+        "cpu_capacity_blocks",
+        "disk_capacity_blocks",
+    }
+)
 
 
 async def render_metrics(service: WorkerService) -> bytes:
@@ -35,8 +45,11 @@ async def render_metrics(service: WorkerService) -> bytes:
     gauge("pool_use", "share of the KV blocks that requests use now", _pool_use(service))
     gauge("kv_bytes_a_token", "keys and values of one token, bytes", info.kv_bytes_a_token)
     gauge("epoch", "life of the cache that is published now", service.epoch)
-    for field in EngineStats.__struct_fields__:
-        text, value = field.replace("_", " "), getattr(answer.stats, field)
+    counts = msgspec.structs.asdict(answer.stats)
+    if answer.tiers is not None:
+        counts |= msgspec.structs.asdict(answer.tiers)
+    for field, value in counts.items():
+        text = field.replace("_", " ")
         if field in GAUGES_OF_STATS:
             gauge(field, f"{text} now", value)
         else:
@@ -77,7 +90,12 @@ async def cache_view(service: WorkerService) -> CacheView:
         kv_bytes_a_token=info.kv_bytes_a_token,
         block_size=info.model.namespace.block_size,
         eviction=service.settings.worker.eviction,
+        tiers=None if answer.tiers is None else _tier_view(answer.tiers),
     )
+
+
+def _tier_view(tiers: TierStats) -> TierView:
+    return TierView(**{name: getattr(tiers, name) for name in TierView.__struct_fields__})
 
 
 def _pool_use(service: WorkerService) -> float:

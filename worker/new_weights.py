@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -14,7 +15,10 @@ from worker.engine import EngineCore, Output
 from worker.messages import EngineInfo
 from worker.models import LlamaModel, ModelError
 from worker.runner import TorchRunner
+from worker.tiers.opening import open_folder
 from worker.weights import LoadedModel, load_model
+
+log = logging.getLogger(__name__)
 
 
 class Prepared(NamedTuple):
@@ -62,6 +66,21 @@ class WeightChange:
             ),
             outputs,
         )
+
+    def open_disk(self, info: EngineInfo) -> None:
+        """Have the disk tier of what the engine is now: what lies there is announced next.
+
+        Where that fails the worker goes on without one.
+        """
+        core = self._core
+        if core.tiers is None or not isinstance(core.runner, TorchRunner):
+            return
+        try:
+            folder, blocks = open_folder(self._settings, core.runner, info.model.namespace)
+        except OSError as error:
+            log.warning("there is no disk tier from now on: %s", error)
+            folder, blocks = None, 0
+        core.tiers.use_folder(folder, blocks)
 
     def _prepare(self, path: str) -> Prepared:
         mine = self._model.config

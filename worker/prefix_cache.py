@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from worker.block_pool import BlockPool, InvariantError
 from worker.eviction import BlockUse, EvictionPolicy
+from worker.tiers.cold_tiers import ColdTiers, Leaving
 
 
 class Probe(NamedTuple):
@@ -65,11 +66,13 @@ class PrefixCache:
         policy: EvictionPolicy,
         block_size: int,
         keep_limit: int | None = None,
+        tiers: ColdTiers | None = None,
     ) -> None:
         self.now = 0.0
         self.keep_limit = pool.capacity if keep_limit is None else keep_limit
         self._pool = pool
         self._policy = policy
+        self._tiers = tiers
         self._block_bytes = 4 * block_size
         # Maps of bytes and ints only: the garbage collector does not walk them.
         self._blocks: dict[bytes, int] = {}
@@ -253,6 +256,8 @@ class PrefixCache:
                 f"block {block} is no leaf: cached {block_hash is not None}, "
                 f"{self._children[block]} children, {self._pool.references(block)} references"
             )
+        if self._tiers is not None:
+            self._leave(self._tiers, block, why)
         self._pool.vacate(block)
         del self._blocks[block_hash], self._hashes[block], self._contents[block]
         self._note_gone(block_hash)
@@ -266,6 +271,21 @@ class PrefixCache:
             self._children[parent] -= 1
             if not self._children[parent] and not self._pool.references(parent):
                 self._policy.leaf(parent)
+
+    def _leave(self, tiers: ColdTiers, block: int, why: Why) -> None:
+        """Offer a block that goes to the cold tiers, with those before it that they lack.
+
+        What has been of no use for too long has no use there either.
+        """
+        if why is not Why.EXPIRED:
+            path = []
+            above = block
+            while above and not tiers.keeps(above):
+                path.append(Leaving(above, self._hashes[above], self._contents[above]))
+                above = self._parents[above]
+            if path:
+                tiers.leave(above, path[::-1], self.now)
+        tiers.left(block, self.now)
 
     def _note_gone(self, block_hash: bytes) -> None:
         if block_hash in self._stored:

@@ -17,6 +17,8 @@ from worker.engine_config import EngineConfig
 from worker.eviction import BlockUse
 from worker.prefix_cache import PrefixCache
 from worker.sequence import Sequence, Status
+from worker.tiers.cold_tiers import ColdTiers
+from worker.tiers.loading import Loading
 
 Plan = dict[Sequence, int]
 """Tokens to compute of each sequence in one step."""
@@ -36,6 +38,7 @@ class Scheduler:
         pool: BlockPool,
         cache: PrefixCache,
         hash_block: Callable[[bytes, bytes], bytes],
+        tiers: ColdTiers | None = None,
     ) -> None:
         self._config = config
         self._block_size = config.block_size
@@ -44,6 +47,8 @@ class Scheduler:
         self._cache = cache
         self._hash_block = hash_block
         self._pins: list[int] = []
+        self.loading = None if tiers is None else Loading(tiers, pool, cache, config.block_size)
+        """Loads from cold tiers; None without such tiers."""
         self.waiting: OrderedDict[str, Sequence] = OrderedDict()
         self.running: dict[str, Sequence] = {}
         # Hash of every full block that a running prefill has still to compute -> that sequence.
@@ -74,6 +79,8 @@ class Scheduler:
         budget = self._config.token_budget - len(plan)
         budget = self._plan_prefills(plan, budget)
         self._admit(plan, budget)
+        if self.loading is not None:
+            self.loading.tiers.copy_out()  # the step overwrites what was evicted for it
         return plan
 
     def commit(self, sequence: Sequence, count: int) -> None:
@@ -105,6 +112,8 @@ class Scheduler:
         self._cache.release(self._pins)
         self._pins = []
         self._cache.flush()
+        if self.loading is not None:
+            self.loading.flush()
         self._in_flight.clear()
         for sequence in self.running.values():
             sequence.publishes = False
@@ -116,6 +125,8 @@ class Scheduler:
         """The clock goes on; cached blocks may have outlived their use."""
         self._cache.now = now
         self._cache.expire()
+        if self.loading is not None:
+            self.loading.settle()
 
     @property
     def pinned_blocks(self) -> int:
@@ -182,13 +193,23 @@ class Scheduler:
         for sequence in self.waiting.values():
             if not budget or len(self.running) >= self._config.max_batch_size:
                 break
-            if sequence.held_for in self._in_flight:
-                continue
-            sequence.held_for = None
+            if sequence.held_for is not None:
+                if sequence.held_for in self._in_flight or (
+                    self.loading is not None and self.loading.holds(sequence.held_for)
+                ):
+                    continue
+                sequence.held_for = None
             limit = self._hit_limit(sequence)
             cached, referenced = self._cache.probe(sequence.hashes, limit)
             if self._hold(sequence, cached, limit):
                 continue
+            if self.loading is not None:
+                reusable = self.loading.begin(
+                    sequence, cached, referenced, limit, len(self.running)
+                )
+                if reusable:
+                    self._estimate(sequence, reusable)
+                    continue
             if not self._place(sequence, limit, referenced):
                 self._estimate(sequence, cached)
                 break
@@ -299,6 +320,7 @@ class Scheduler:
         """
         self._stop_running(sequence)
         sequence.status = Status.WAITING
+        sequence.loaded = False
         self.waiting[sequence.request_id] = sequence
         self.waiting.move_to_end(sequence.request_id, last=False)
         self._extend_hashes(sequence)
@@ -340,14 +362,7 @@ class Scheduler:
         sequence.settled_blocks = full
 
     def _use_of(self, sequence: Sequence, depth: int) -> BlockUse:
-        request = sequence.request
-        return BlockUse(
-            self._cache.now,
-            depth,
-            sequence.prompt_tokens // self._block_size,
-            request.request_type,
-            request.turn,
-        )
+        return sequence.use(self._cache.now, depth, self._block_size)
 
     def _leave_flight(self, sequence: Sequence) -> None:
         for block_hash in islice(sequence.hashes, sequence.settled_blocks, None):
@@ -386,6 +401,10 @@ class Scheduler:
         held = [0] * (self._pool.capacity + 1)
         for block in self._pins:
             held[block] += 1
+        if self.loading is not None:
+            self.loading.tiers.check()
+            for block in self.loading.blocks():
+                held[block] += 1
         for sequence in self.running.values():
             for block in sequence.block_table:
                 held[block] += 1
@@ -403,7 +422,7 @@ class Scheduler:
         for block, references in enumerate(held):
             if references != self._pool.references(block):
                 raise InvariantError(
-                    f"block {block} is in {references} block tables and pins but has "
+                    f"block {block} is in {references} block tables, pins and loads but has "
                     f"{self._pool.references(block)} references"
                 )
         for sequence in self.waiting.values():

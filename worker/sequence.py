@@ -10,6 +10,7 @@ import msgspec
 
 from cluster.blocks import split_hashes
 from cluster.protocol import Sampling
+from worker.eviction import BlockUse
 
 BIG_ENDIAN = sys.byteorder == "big"
 
@@ -63,7 +64,8 @@ class Sequence:
     pending_tokens   prefill tokens still to compute: exact while running, an estimate that
                      leaves cached tokens out while waiting; 0 once it only decodes
     publishes        whether its further full blocks may enter the cache
-    held_for         hash of the block, being computed by another, that this one waits for
+    held_for         hash of the block, being computed by another or loaded, that this one waits for
+    loaded           whether a load has been begun for it since it was queued
     hit_tokens       prompt tokens reused at the first admission; None before it
     """
 
@@ -74,6 +76,7 @@ class Sequence:
         "held_for",
         "hit_tokens",
         "limit_tokens",
+        "loaded",
         "order",
         "pending_tokens",
         "prompt_tokens",
@@ -110,6 +113,7 @@ class Sequence:
         self.pending_tokens = 0
         self.publishes = False
         self.held_for: bytes | None = None
+        self.loaded = False
         self.hit_tokens: int | None = None
         self.status = Status.WAITING
 
@@ -138,6 +142,12 @@ class Sequence:
         if BIG_ENDIAN:
             tokens.byteswap()
         return tokens.tobytes()
+
+    def use(self, now: float, depth: int, block_size: int) -> BlockUse:
+        """What this use of its block at `depth` tells an eviction policy."""
+        request = self.request
+        blocks = self.prompt_tokens // block_size
+        return BlockUse(now, depth, blocks, request.request_type, request.turn)
 
     def parent_key(self, index: int) -> bytes:
         """What block `index` continues: the hash before it, the namespace root at index 0."""

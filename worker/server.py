@@ -27,7 +27,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import msgspec
 from aiohttp import web
 
-from cluster.blocks import HASH_BYTES, hash_blocks, join_hashes
+from cluster.blocks import hash_blocks, join_hashes
 from cluster.protocol import (
     HEADER_HIT_TOKENS,
     HEADER_PROMPT_TOKENS,
@@ -276,9 +276,14 @@ async def _model(request: web.Request) -> web.Response:
 
 async def _blocks(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
-    hashes = await service.engine.blocks()
-    assert all(len(block) == HASH_BYTES for block in hashes)
-    listing = BlockList(worker=service.name, epoch=service.epoch, blocks=join_hashes(hashes))
+    held = await service.engine.listing()
+    listing = BlockList(
+        worker=service.name,
+        epoch=service.epoch,
+        blocks=held.joined,
+        cpu=held.cpu,
+        disk=held.disk,
+    )
     return web.Response(body=msgspec.msgpack.encode(listing), content_type="application/msgpack")
 
 

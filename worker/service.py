@@ -233,6 +233,7 @@ class WorkerService:
             stored=changes.stored,
             evicted=changes.evicted,
             received=changes.received,
+            cold=changes.cold,
         )
 
     def _on_flushed(self, received: list[str], load: Load) -> None:

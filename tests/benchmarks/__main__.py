@@ -24,6 +24,7 @@ BENCHMARKS = {
         "core_scaling",
         "decode_vs_transformers",
         "warm_ttft",
+        "tier_load",
         "decode_vs_llamacpp",
         "streaming_engine_rate",
     )

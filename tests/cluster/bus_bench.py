@@ -115,7 +115,7 @@ class Bench:
 
 
 def store(publisher: Publisher, *numbers: int, evict: tuple[int, ...] = ()) -> None:
-    before = set(publisher._cached)
+    before = set(publisher._blocks.whole)
     after = (before - {block(i) for i in evict}) | {block(i) for i in numbers}
     publisher.update(
         load=Load(cached_blocks=len(after)),

@@ -56,7 +56,7 @@ async def test_random_changes_leave_two_followers_equal_to_two_workers(bench: Be
         for publisher in publishers:
             name = publisher.card.worker
             await picture.until(
-                lambda p=picture, n=name, w=publisher: p.sets.get(n) == set(w._cached)
+                lambda p=picture, n=name, w=publisher: p.sets.get(n) == set(w._blocks.whole)
             )
 
 

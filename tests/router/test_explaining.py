@@ -5,7 +5,8 @@ import json
 import msgspec
 import pytest
 
-from cluster.protocol import HEADER_WORKER, Load
+from cluster.blocks import join_hashes
+from cluster.protocol import HEADER_WORKER, ColdReport, Load
 from tests.router.support import NAMESPACE, Rig, card, report
 from tests.router.test_forwarding import chain_of_text
 
@@ -44,6 +45,21 @@ async def test_every_worker_is_shown_with_hit_load_and_cost():
         assert [row["worker"] for row in answer["workers"]] == ["w1", "w0", "w2"]
         assert [row["chosen"] for row in answer["workers"]] == [True, False, False]
         assert (await rig.complete(TEXT))[1][HEADER_WORKER] == answer["chosen"]
+
+
+async def test_what_lies_in_cold_tiers_is_shown_apart_and_counts_by_its_credit():
+    async with Rig(workers=2) as rig:
+        chain = chain_of_text(TEXT)
+        tiers = ColdReport(
+            cpu_stored=join_hashes(chain), cpu_blocks=5, cpu_s_per_token=0.005, disk_s_per_token=0
+        )
+        load = Load(prefill_s_per_token=0.01, cached_blocks=1, free_blocks=1000)
+        rig.fleet.on_report(report("w1", stored=chain[:1], load=load, cold=tiers))
+        answer, rows = await explained(rig)
+        row = rows["w1"]
+        assert (row["hit_tokens"], row["cold_tokens"], row["coming_tokens"]) == (4 + 8, 16, 0)
+        assert rows["w0"]["cold_tokens"] == 0
+        assert answer["chosen"] == "w1"
 
 
 async def test_a_busy_holder_loses_and_the_reason_says_so():

@@ -12,6 +12,7 @@ from cluster.blocks import pack_tokens
 from cluster.protocol import Sampling
 from worker.engine import BatchItem, EngineConfig, EngineCore, EngineRequest, Output
 from worker.eviction_choice import parse_eviction
+from worker.tiers.cold_tiers import ColdTiers
 
 ROOT = b"r" * 32
 VOCABULARY = 7
@@ -142,7 +143,7 @@ class Rig:
         extra = {} if hash_block is None else {"hash_block": hash_block}
         if eviction is not None:
             extra["make_policy"] = parse_eviction(eviction)
-        self.core = EngineCore(self.config, self.runner, **extra)
+        self.core = EngineCore(self.config, self.runner, tiers=self.make_tiers(), **extra)
         self.runner.core = self.core
         self.requests: dict[str, tuple[EngineRequest, list[int]]] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -152,6 +153,13 @@ class Rig:
         self.strict = True
         self.now = 0.0
         """Seconds; every step takes one."""
+
+    def make_tiers(self) -> ColdTiers | None:
+        """Cold tiers of the cache: none here."""
+        return None
+
+    def settle(self) -> None:
+        """Let end what runs beside the engine: nothing here."""
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int = 3, **fields) -> None:
         sampling = Sampling(
@@ -214,6 +222,7 @@ class Rig:
             self.core.check()
             self.publish()
         assert not self.core.has_work(), "the engine does not come to an end"
+        self.settle()
         assert self.core.step() == []
         load = self.core.load()
         assert (load.running, load.waiting, load.pending_prefill_tokens) == (0, 0, 0)

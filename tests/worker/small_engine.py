@@ -13,6 +13,7 @@ from tests.worker.tiny_models import random_tensors, tiny_config
 from worker.engine import EngineConfig, EngineCore, EngineRequest, Output
 from worker.models import LlamaModel
 from worker.runner import TorchRunner
+from worker.tiers.cold_tiers import ColdTiers
 
 BLOCK = 8
 MODEL_CONFIG = tiny_config()
@@ -40,10 +41,14 @@ class SmallEngine:
         }
         self.config = EngineConfig(**(sizes | fields))
         self.runner = TorchRunner(MODEL, blocks, BLOCK)
-        self.core = EngineCore(self.config, self.runner, **extra)
+        self.core = EngineCore(self.config, self.runner, tiers=self.make_tiers(), **extra)
         self.prompts: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
         self.final: dict[str, Output] = {}
+
+    def make_tiers(self) -> ColdTiers | None:
+        """Cold tiers of the cache: none here."""
+        return None
 
     def add(self, name: str, prompt: list[int], max_tokens: int = 12, root: bytes = ROOT) -> None:
         self.core.add(

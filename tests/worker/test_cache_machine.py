@@ -43,10 +43,12 @@ def weak_hash(parent: bytes, packed: bytes) -> bytes:
 class World:
     """An engine and all that must hold for it, whatever is done to it."""
 
+    rig_class: type[Rig] = Rig
+
     def __init__(self, *, weak: bool, **config) -> None:
         self.parents: dict[bytes, set[bytes]] = {}
         self.weak = weak
-        self.rig = Rig(
+        self.rig = self.rig_class(
             context_tokens=30,
             eos_token_ids=[VOCABULARY - 1],
             hash_block=self.hash_block,
@@ -101,7 +103,12 @@ class World:
         """Pinned blocks that no sequence uses."""
         scheduler = self.rig.core._scheduler
         used = {b for s in scheduler.running.values() for b in s.block_table}
-        return len(set(scheduler._pins) - used)
+        return len(set(scheduler._pins) - used - self.loading())
+
+    def loading(self) -> set[int]:
+        """Blocks that loads from cold tiers use."""
+        loading = self.rig.core._scheduler.loading
+        return set() if loading is None else set(loading.blocks())
 
     def flush(self) -> None:
         free, pinned = self.rig.core.load().free_blocks, self.only_pinned()
@@ -136,6 +143,7 @@ class World:
         scheduler = core._scheduler
         assert len(scheduler._pins) == len(set(scheduler._pins)) <= self.rig.config.pin_limit
         used = {b for s in scheduler.running.values() for b in s.block_table} | {*scheduler._pins}
+        used |= self.loading()
         assert not free & used
         assert free | used == set(range(1, self.rig.config.capacity_blocks + 1))
         assert load.running == len(scheduler.running) <= self.rig.config.max_batch_size
@@ -152,6 +160,7 @@ class World:
         """Let everything end. Returns the statistics."""
         self.rig.drain()
         self.rig.publish()
+        assert not self.loading()
         assert self.rig.received == self.received
         stats = self.rig.core.stats()
         if not self.weak:

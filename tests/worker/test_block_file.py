@@ -1,0 +1,141 @@
+"""A block's file is a hit only where it is exactly what is expected."""
+
+import os
+
+import pytest
+
+from cluster.blocks import Namespace
+from worker.tiers.block_file import BadBlockFile, name_of, read_block_file
+from worker.tiers.disk_folder import DiskFolder
+
+SHAPE = [4, 8, 2, 8]
+BODY = bytes(range(256)) * 4
+HASH = b"h" * 16
+NAMESPACE = Namespace(
+    weights="w", tokenizer="t", kv_dtype="bfloat16", block_size=8, positions="rope:1"
+)
+
+
+def open_folder(root, namespace=NAMESPACE, shape=SHAPE):
+    return DiskFolder(root, namespace, shape, len(BODY))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = open_folder(tmp_path)
+    yield folder
+    folder.close()
+
+
+def written(folder):
+    header = folder.header(HASH, b"p" * 16, b"t" * 32)
+    folder.write(header, BODY)
+    return header, folder.path / name_of(HASH)
+
+
+def test_what_was_written_is_read(folder):
+    header, path = written(folder)
+    assert folder.read(header) == BODY
+    assert [found.header for found in folder.scan()] == [header]
+    assert path.stat().st_mode & 0o077 == 0
+    assert path.stat().st_size <= folder.block_bytes
+
+
+@pytest.mark.parametrize("kept", [0, 3, 15, 40, 200, -1])
+def test_a_truncated_file_is_refused(folder, kept):
+    header, path = written(folder)
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(BadBlockFile):
+        folder.read(header)
+    assert folder.scan() == []
+    assert folder.unusable == 1
+
+
+def test_every_flipped_bit_is_noticed(folder):
+    header, path = written(folder)
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        with pytest.raises(BadBlockFile):
+            folder.read(header)
+
+
+def test_a_file_with_more_at_its_end_is_refused(folder):
+    header, path = written(folder)
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(BadBlockFile):
+        folder.read(header)
+
+
+def test_a_renamed_file_is_refused(folder):
+    _, path = written(folder)
+    other = b"o" * 16
+    os.rename(path, folder.path / name_of(other))
+    with pytest.raises(BadBlockFile):
+        folder.read(folder.header(other, b"p" * 16, b"t" * 32))
+    assert folder.scan() == []
+    assert folder.unusable == 1
+
+
+def test_what_was_half_written_is_removed_and_foreign_files_stay(folder):
+    _, path = written(folder)
+    half = path.with_name(name_of(b"x" * 16) + ".tmp")
+    half.write_bytes(b"half")
+    foreign = [path.with_name("README"), path.with_name("zz.kv")]
+    for file in foreign:
+        file.write_bytes(b"something else")
+    assert len(folder.scan()) == 1
+    assert not half.exists()
+    assert all(file.exists() for file in foreign)
+    assert folder.unusable == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("weights", "other"), ("kv_dtype", "float16"), ("positions", "rope:2"), ("block_size", 4)],
+)
+def test_another_namespace_has_another_folder_and_cannot_read_this_one(
+    folder, tmp_path, field, value
+):
+    _, path = written(folder)
+    fields = {name: getattr(NAMESPACE, name) for name in NAMESPACE.__struct_fields__}
+    other = open_folder(tmp_path, Namespace(**{**fields, field: value}))
+    assert other.path != folder.path
+    assert other.scan() == []
+    expected = other.header(HASH, b"p" * 16, b"t" * 32)
+    with pytest.raises(BadBlockFile):
+        read_block_file(path, expected, len(BODY))
+    os.replace(path, other.path / path.name)
+    assert other.scan() == []
+    other.close()
+
+
+def test_another_shape_cannot_be_read(folder, tmp_path):
+    written(folder)
+    folder.close()
+    other = open_folder(tmp_path, shape=[8, 8, 1, 8])
+    assert other.path == folder.path
+    assert other.scan() == []
+    other.close()
+
+
+def test_two_workers_have_two_folders_and_find_them_again(tmp_path):
+    first, second = open_folder(tmp_path), open_folder(tmp_path)
+    paths = first.path, second.path
+    assert paths[0] != paths[1]
+    for folder in (first, second):
+        folder.close()
+    first, second = open_folder(tmp_path), open_folder(tmp_path)
+    assert (first.path, second.path) == paths
+    first.close()
+    second.close()
+
+
+def test_a_full_disk_leaves_nothing_behind(folder, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "no space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        written(folder)
+    assert os.listdir(folder.path) == ["lock"]

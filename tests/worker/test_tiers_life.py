@@ -1,0 +1,120 @@
+"""A whole worker with cold tiers: server, engine process, bus, and a router's fleet behind it.
+
+Whether it loads or computes is its own decision, by what it measures; what it answers and what it
+announces must be right either way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import aiohttp
+import msgspec
+import pytest
+
+from cluster.blocks import split_hashes
+from cluster.follower import Follower
+from cluster.protocol import BlockList, pool_token
+from router.fleet import Fleet
+from tests.cluster.bus_bench import QUICK
+from tests.tiny_model import write_tiny_llama
+from tests.worker.test_worker_life import SECRET, STEM, Worker, a_worker, answer_of
+
+TIERS = {"kv_blocks": 30, "block_size": 8, "cpu_tier_gb": 1e-3, "disk_tier_gb": 1e-2}
+PROMPTS = [f"{number}: {STEM} and {number * 7} more" for number in range(6)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return [str(write_tiny_llama(folder / f"seed{seed}", seed)) for seed in (1, 2)]
+
+
+@contextlib.asynccontextmanager
+async def a_fleet(redis_url, pool):
+    fleet = Fleet()
+    task = asyncio.create_task(Follower(redis_url, pool, fleet, QUICK, SECRET.encode()).run())
+    try:
+        yield fleet
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def listing(worker: Worker) -> tuple[set[bytes], ...]:
+    """What the engine itself says that it holds: device, host memory, disk."""
+    async with worker.session.get(f"{worker.server.url}/blocks") as answer:
+        held = msgspec.msgpack.decode(await answer.read(), type=BlockList)
+    return tuple(set(split_hashes(joined)) for joined in (held.blocks, held.cpu, held.disk))
+
+
+async def announced_as_held(worker: Worker, fleet: Fleet) -> tuple[set[bytes], ...]:
+    """Wait until a router has, tier by tier and hash by hash, what the engine holds."""
+    async with asyncio.timeout(20):
+        while True:
+            held = await listing(worker)
+            members = fleet.members()
+            if members:
+                slot = members[0].slot
+                known = (fleet.index.blocks_of(slot), *fleet.cold.blocks_of(slot))
+                if tuple(map(set, known)) == held:
+                    fleet.check()
+                    return held
+            await asyncio.sleep(0.02)  # the worker is asked anew: nothing tells of its thoughts
+
+
+async def test_the_announced_tiers_are_the_truth_across_restart_and_new_weights(
+    redis_url, pool, models, tmp_path
+):
+    fields = {**TIERS, "disk_tier_dir": str(tmp_path / "kv"), "cache_dir": str(tmp_path / "cache")}
+    async with a_worker(redis_url, pool, models[0], **fields) as worker:
+        async with a_fleet(redis_url, pool) as fleet:
+            for prompt in PROMPTS * 2:
+                _, text = await worker.text_of(prompt)
+                assert text == answer_of(models[0], prompt)
+            device, cpu, disk = await announced_as_held(worker, fleet)
+            assert cpu - device
+            assert disk >= cpu
+        async with a_fleet(redis_url, pool) as late:
+            assert await announced_as_held(worker, late) == (device, cpu, disk)
+        tiers = (await worker.stats()).tiers
+        assert tiers is not None
+        assert (tiers.cpu_blocks, tiers.disk_blocks) == (len(cpu), len(disk))
+        assert "stemroute_worker_disk_blocks{" in await worker.metrics()
+
+    async with (
+        a_worker(redis_url, pool, models[0], **fields) as worker,
+        a_fleet(redis_url, pool) as fleet,
+    ):
+        assert await announced_as_held(worker, fleet) == (set(), set(), disk)
+        for prompt in PROMPTS:
+            _, text = await worker.text_of(prompt)
+            assert text == answer_of(models[0], prompt)
+        assert (await worker.stats()).tiers.failed_loads == 0
+        old = (await announced_as_held(worker, fleet))[2]
+        assert (await worker.change(models[1]))[0] == 200
+        assert await announced_as_held(worker, fleet) == (set(), set(), set())
+        for prompt in PROMPTS:
+            _, text = await worker.text_of(prompt)
+            assert text == answer_of(models[1], prompt)
+        held = await announced_as_held(worker, fleet)
+        assert held[2]
+        assert not held[2] & old
+        assert (await worker.change(models[0]))[0] == 200
+        assert await announced_as_held(worker, fleet) == (set(), set(), old)
+        async with (
+            aiohttp.ClientSession(
+                headers={"Authorization": f"Bearer {pool_token(SECRET)}"}
+            ) as http,
+            http.post(f"{worker.server.url}/admin/flush") as answer,
+        ):
+            assert answer.status == 200
+        assert await announced_as_held(worker, fleet) == (set(), set(), set())
+
+
+async def test_a_disk_tier_without_host_memory_is_refused(redis_url, pool, models):
+    with pytest.raises(Exception, match=r"worker\.cpu_tier_gb"):
+        async with a_worker(redis_url, pool, models[0], disk_tier_gb=1.0):
+            pass

@@ -1,0 +1,129 @@
+"""The folder of one worker's disk tier: whose it is, what lies in it, reading and writing blocks.
+
+    <worker.disk_tier_dir>/<namespace check>/<n>/<block hash>.kv
+
+A folder belongs to one namespace and, while it runs, to one worker: each takes the first number
+whose lock is free, so that workers which restart find their folders again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from cluster.blocks import HASH_BYTES, Namespace
+from worker.tiers.block_file import (
+    SUFFIX,
+    TEMPORARY,
+    BadBlockFile,
+    Header,
+    file_bytes,
+    name_of,
+    read_block_file,
+    read_header,
+    write_block_file,
+)
+
+log = logging.getLogger(__name__)
+
+ALLOCATION_BYTES = 4096
+"""File systems give room in such pieces."""
+
+MAX_WORKERS = 1024
+ROOT_BYTES = 32
+
+
+class Found(NamedTuple):
+    """A file that lay in the folder when it was opened."""
+
+    header: Header
+    used_ns: int
+
+
+class DiskFolder:
+    """Files of one namespace. Its methods block: call them from an I/O thread.
+
+    unusable   files that lay there and were no block of this namespace, dtype and shape
+    """
+
+    def __init__(self, root: Path, namespace: Namespace, shape: Sequence[int], body_bytes: int):
+        """Raises OSError where no folder can be made there."""
+        self.unusable = 0
+        self.body_bytes = body_bytes
+        self._namespace = namespace.check()
+        self._kv_dtype = namespace.kv_dtype
+        self._shape = list(shape)
+        longest = self.header(b"0" * HASH_BYTES, b"", b"0" * (ROOT_BYTES + 4 * self._shape[1]))
+        size = file_bytes(longest, body_bytes)
+        self.block_bytes = -(-size // ALLOCATION_BYTES) * ALLOCATION_BYTES
+        """Room that one block takes at most."""
+        self.path, self._lock = _own_folder(root / self._namespace)
+
+    def header(self, block_hash: bytes, parent: bytes, content: bytes) -> Header:
+        """The header of a block's file here."""
+        return Header(self._namespace, self._kv_dtype, self._shape, block_hash, parent, content)
+
+    def scan(self) -> list[Found]:
+        """All files that may be used, the one used longest ago first. Bodies are not read.
+
+        What was being written when a former life ended is removed, other files are left alone.
+        """
+        found = []
+        for entry in os.scandir(self.path):
+            path = Path(entry.path)
+            if entry.name.endswith(SUFFIX + TEMPORARY):
+                self.unusable += 1
+                path.unlink(missing_ok=True)
+                continue
+            if not entry.name.endswith(SUFFIX):
+                continue
+            try:
+                header = read_header(path, self.body_bytes)
+                expected = self.header(header.block_hash, header.parent, header.content)
+                if header != expected or entry.name != name_of(header.block_hash):
+                    raise BadBlockFile(f"it holds {header}")
+                found.append(Found(header, entry.stat().st_mtime_ns))
+            except (OSError, BadBlockFile) as error:
+                self.unusable += 1
+                log.warning("%s is not used: %s", path, error)
+        found.sort(key=lambda file: file.used_ns)
+        return found
+
+    def write(self, header: Header, body: bytes | memoryview) -> None:
+        """Write a block's file. Raises OSError."""
+        write_block_file(self.path / name_of(header.block_hash), header, body)
+
+    def read(self, header: Header) -> bytes:
+        """The KV of a block, verified. Raises OSError, BadBlockFile."""
+        path = self.path / name_of(header.block_hash)
+        body = read_block_file(path, header, self.body_bytes)
+        os.utime(path)  # the order of use outlives this process
+        return body
+
+    def remove(self, block_hash: bytes) -> None:
+        """Remove a block's file, if it is there."""
+        (self.path / name_of(block_hash)).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let another worker have the folder. Doing it twice is harmless."""
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+
+def _own_folder(parent: Path) -> tuple[Path, int]:
+    for number in range(MAX_WORKERS):
+        path = parent / str(number)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            continue
+        return path, lock
+    raise OSError(f"{MAX_WORKERS} workers use {parent} already")

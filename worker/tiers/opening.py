@@ -1,0 +1,124 @@
+"""From settings to cold tiers: sizes, threads, folder, and first measurements."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from cluster.blocks import HASH_BYTES, Namespace
+from cluster.protocol import Sampling
+from cluster.settings import WorkerSettings
+from worker.engine import BatchItem
+from worker.kv_memory import kv_block_bytes
+from worker.runner import TorchRunner
+from worker.tiers.cold_tiers import ColdTiers
+from worker.tiers.disk_folder import DiskFolder
+from worker.tiers.kv_copies import TorchCopies
+
+log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+PROBE_BLOCKS = (1, 8, 1, 8)
+PROBE_TOKENS = 64
+
+
+def open_tiers(
+    settings: WorkerSettings, runner: TorchRunner, namespace: Namespace, kv_blocks: int
+) -> ColdTiers | None:
+    """The tiers that the settings ask for, None where they ask for none.
+
+    Call it before the engine runs: copies and a prefill are measured in its empty pool. Raises
+    ValueError for settings that cannot work, MemoryError, OSError.
+    """
+    if not settings.cpu_tier_gb:
+        if settings.disk_tier_gb:
+            raise ValueError(
+                "worker.disk_tier_gb needs worker.cpu_tier_gb: blocks go to disk through it"
+            )
+        return None
+    block_bytes = kv_block_bytes(runner.model.config, settings.block_size, runner.model.dtype)
+    host_blocks = int(settings.cpu_tier_gb * GIB) // block_bytes
+    if host_blocks < 1:
+        raise ValueError(
+            f"worker.cpu_tier_gb={settings.cpu_tier_gb:g} holds no block of {block_bytes} bytes: "
+            "set it higher, or to 0"
+        )
+    copies = TorchCopies(runner.pools, host_blocks)
+    folder, disk_blocks = open_folder(settings, runner, namespace)
+    tiers = ColdTiers(
+        copies,
+        block_size=settings.block_size,
+        block_bytes=4 * settings.block_size,
+        host_blocks=host_blocks,
+        loader=ThreadPoolExecutor(1, thread_name_prefix="kv-loads"),
+        writer=ThreadPoolExecutor(1, thread_name_prefix="kv-writes"),
+        clock=time.perf_counter,
+        folder=folder,
+        disk_blocks=disk_blocks,
+    )
+    _measure(tiers, copies, folder, min(kv_blocks, host_blocks))
+    tiers.set_prefill_speed(_prefill_s_per_token(runner, kv_blocks), 0.0)
+    log.info(
+        "cold tiers: %d blocks in host memory, %d on disk, of which %d are there already",
+        host_blocks,
+        tiers.disk.capacity,
+        len(tiers.disk),
+    )
+    return tiers
+
+
+def open_folder(
+    settings: WorkerSettings, runner: TorchRunner, namespace: Namespace
+) -> tuple[DiskFolder | None, int]:
+    """The disk tier's folder of a namespace, and the blocks that it may hold.
+
+    None where the settings ask for no disk tier. Raises ValueError, OSError.
+    """
+    if not settings.disk_tier_gb:
+        return None, 0
+    keys = runner.pools[0][0]
+    shape = [2 * len(runner.pools), *keys.shape[1:]]
+    body_bytes = math.prod(shape) * keys.element_size()
+    root = settings.disk_tier_dir or Path.home() / ".cache" / "stemroute" / "kv"
+    folder = DiskFolder(Path(root), namespace, shape, body_bytes)
+    blocks = int(settings.disk_tier_gb * GIB) // folder.block_bytes
+    if blocks < 1:
+        folder.close()
+        raise ValueError(
+            f"worker.disk_tier_gb={settings.disk_tier_gb:g} holds no block of "
+            f"{folder.block_bytes} bytes: set it higher, or to 0"
+        )
+    return folder, blocks
+
+
+def _measure(tiers: ColdTiers, copies: TorchCopies, folder: DiskFolder | None, most: int) -> None:
+    """What copies and reads cost here, before the first request asks. Later loads correct it."""
+    copies.copy_in([0], [1])  # whatever the first one has to set up does not count
+    for count in PROBE_BLOCKS:
+        count = min(count, most)
+        began_s = time.perf_counter()
+        copies.copy_in(range(count), range(1, count + 1))
+        tiers.host_speed.observe(count, time.perf_counter() - began_s)
+    if folder is None:
+        return
+    header = folder.header(bytes(HASH_BYTES), b"", b"")
+    folder.write(header, copies.host_bytes(0))
+    for count in PROBE_BLOCKS:
+        began_s = time.perf_counter()
+        copies.put([folder.read(header) for _ in range(count)], [1] * count)
+        tiers.disk_speed.observe(count, time.perf_counter() - began_s)
+    folder.remove(header.block_hash)
+
+
+def _prefill_s_per_token(runner: TorchRunner, kv_blocks: int) -> float:
+    """Seconds a token of a short prefill, until the engine's own steps tell more."""
+    tokens = min(PROBE_TOKENS, kv_blocks * runner.block_size)
+    table = list(range(1, -(-tokens // runner.block_size) + 1))
+    item = BatchItem("", [0] * tokens, 0, table, True, Sampling(max_tokens=1, temperature=0.0), 0)
+    runner.execute([item])
+    began_s = time.perf_counter()
+    runner.execute([item])
+    return (time.perf_counter() - began_s) / tokens
