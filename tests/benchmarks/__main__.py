@@ -26,6 +26,7 @@ BENCHMARKS = {
         "warm_ttft",
         "decode_vs_llamacpp",
         "streaming_engine_rate",
+        "gateway_vs_smg",
     )
 }
 """Name -> module with `run() -> int`, the exit code."""
