@@ -22,7 +22,7 @@ from router.admission import Admission
 from router.dispatch import Dispatcher
 from router.edge import authentication, body_too_large, errors, json_response, mark_started
 from router.fleet import Fleet
-from router.forwarding import SERVICE_UNAVAILABLE, Forwarder, worker_socket
+from router.forwarding import SERVICE_UNAVAILABLE, Forwarder
 from router.member import ModelGroup
 from router.metrics import BusStatus, Metrics
 from router.openai_api import ApiRequest, parse_chat, parse_completion, parse_either
@@ -30,6 +30,7 @@ from router.policies import parse_policy
 from router.shadow import Shadows, parse_shadows
 from router.tokenization import Prompt, Tokenization
 from router.worker_admin import WorkerAdmin
+from router.worker_connections import WorkerConnections
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ class Gateway:
         self._following: asyncio.Task[None] | None = None
         self._cleanup = contextlib.AsyncExitStack()
         self._session: aiohttp.ClientSession
+        self._workers: WorkerConnections
         self._tokenization: Tokenization
         self._forwarder: Forwarder
         self._runner: web.AppRunner
@@ -147,22 +149,19 @@ class Gateway:
 
     async def _start(self) -> None:
         settings = self.settings.gateway
-        # unlimited: each stream holds a connection; idle ones end before workers close them
-        connector = aiohttp.TCPConnector(
-            limit=0, keepalive_timeout=15.0, socket_factory=worker_socket
-        )
+        headers = _headers_to_workers(self.settings.secret)
         self._session = await self._cleanup.enter_async_context(
-            aiohttp.ClientSession(
-                connector=connector,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                headers=_headers_to_workers(self.settings.secret),
-            )
+            aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), headers=headers)
         )
+        self._workers = WorkerConnections(
+            {**headers, "Content-Type": "application/msgpack"}, settings.connect_timeout_s
+        )
+        self._cleanup.callback(self._workers.close)
         self._tokenization = Tokenization(self._fetch_model, self.settings.secret.encode())
         self._cleanup.callback(self._tokenization.close)
         self._cleanup.callback(self.admission.close)
         self._forwarder = Forwarder(
-            self._session, settings, self.dispatcher, self.admission, self.metrics
+            self._workers, settings, self.dispatcher, self.admission, self.metrics
         )
         self._following = asyncio.create_task(self._follower.run(), name="bus follower")
         self._cleanup.push_async_callback(self._stop_following, self._following)
