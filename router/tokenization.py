@@ -35,6 +35,7 @@ CACHE_CHARACTERS = 8_000_000
 """Text and tokens of this many characters are kept for requests with an equal text."""
 
 KEPT_ENCODERS = 8
+KEPT_ROOTS = 10_000
 
 _Result = TypeVar("_Result")
 
@@ -128,6 +129,7 @@ class Tokenization:
         self._secret = secret
         self._encoders: OrderedDict[str, Encoder] = OrderedDict()
         self._fetching: dict[str, asyncio.Lock] = {}
+        self._roots: dict[tuple[Namespace, str], bytes] = {}
         self._segments = SegmentTree()
         self._recent: OrderedDict[tuple[bytes, bool, str], Prompt] = OrderedDict()
         self._recent_characters = 0
@@ -156,7 +158,7 @@ class Tokenization:
 
     async def prompt(self, request: ApiRequest, encoder: Encoder, namespace: Namespace) -> Prompt:
         """Tokens and hashes of a request. Raises RequestError (400)."""
-        root = namespace.for_request(tenant=request.cache_salt).root(self._secret)
+        root = self._root(namespace, request.cache_salt)
         if request.token_ids is not None:
             ids = _checked(request.token_ids, encoder)
             return await self._run(
@@ -180,6 +182,15 @@ class Tokenization:
             raise RequestError("the prompt has no tokens: send some text", param="prompt")
         self._remember(key, prompt)
         return prompt
+
+    def _root(self, namespace: Namespace, tenant: str) -> bytes:
+        key = (namespace, tenant)
+        root = self._roots.get(key)
+        if root is None:
+            if len(self._roots) >= KEPT_ROOTS:
+                self._roots.clear()
+            root = self._roots[key] = namespace.for_request(tenant=tenant).root(self._secret)
+        return root
 
     async def _continued(
         self, segments: list[str], encoder: Encoder, namespace: Namespace, root: bytes, chat: bool
