@@ -10,17 +10,20 @@ no queueing. It speaks HTTP by hand to take little of the machine that it shares
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import sys
 import time
 from collections.abc import Iterator
+from functools import cache
+from itertools import accumulate
 from typing import cast
 
 import msgspec
 import uvloop
 
 from tests.benchmarks.gateways.mock_worker import EVENTS, MODEL
-from tests.benchmarks.next_turn_tokenising import WORDS
+from tests.real_tokenizer import smollm2
 
 SHORT_CHARACTERS = 1_000
 LONG_CHARACTERS = 32_000
@@ -53,9 +56,32 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: float
 
 
+@cache
+def vocabulary() -> tuple[list[str], list[float]]:
+    """Some 18,000 words and how often they come, as Zipf's law has it (cumulative weights).
+
+    They are the tokenizer's words of three letters or more in its order, which is about that of
+    their frequency, and, rarer than these, two of them written as one.
+    """
+    tree = json.loads(smollm2().tokenizer_json)
+    tokens = sorted(tree["model"]["vocab"], key=tree["model"]["vocab"].__getitem__)
+    plain = [token[1:] for token in tokens if token[0] == "Ġ" and token[3:].isascii()]
+    single = [word for word in plain if word.isalpha() and len(word) > 2][:12_000]
+    rng = random.Random("vocabulary")
+    compound = [rng.choice(single) + rng.choice(single) for _ in range(6_000)]
+    every = single + compound
+    return every, list(accumulate(1 / (rank + 2) for rank in range(len(every))))
+
+
 def words(rng: random.Random, characters: int) -> str:
-    """Text of about so many characters."""
-    return " ".join(rng.choices(WORDS, k=characters // 5 + 20))[:characters]
+    """English-like text of so many characters, with punctuation, numbers and paragraphs."""
+    every, weights = vocabulary()
+    chosen = rng.choices(every, cum_weights=weights, k=characters // 4 + 20)
+    for place in range(7, len(chosen), 9):
+        chosen[place] += rng.choice([",", ".", ":", "?", ".\n\n"])
+    for place in range(20, len(chosen), 40):
+        chosen[place] = str(rng.randrange(10_000))
+    return " ".join(chosen)[:characters]
 
 
 def body(messages: list[dict[str, str]]) -> bytes:
