@@ -172,8 +172,8 @@ def compute(
 ) -> list[Node]:
     """Nodes of `segments`, which follow `last`; their numbers are still to be given.
 
-    `encode(segment, first)` gives a segment's packed tokens; `begins` tells that the first of them is
-    the text's first.
+    `encode(segment, first)` gives a segment's packed tokens; `begins` tells that the first of
+    them is the text's first.
     """
     computed = []
     parent, rest = last.parent, last.rest

@@ -89,8 +89,10 @@ def may_be_cut(tokenizer_json: str) -> bool:
 
 
 def _splits_words(pre_tokenizer: dict[str, Any] | None) -> bool:
-    steps = pre_tokenizer or {}
-    steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
+    outer = pre_tokenizer or {}
+    steps: list[dict[str, Any]] = (
+        outer["pretokenizers"] if outer.get("type") == "Sequence" else [outer]
+    )
     splits = False
     for step in steps:
         kind = step.get("type")

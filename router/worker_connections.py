@@ -113,7 +113,9 @@ class WorkerConnections:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(self, address, url.netloc), url.hostname, url.port or 80
+                    lambda: _Connection(self, address, url.netloc),
+                    url.hostname or "",
+                    url.port or 80,
                 )
         except (OSError, TimeoutError, ValueError) as error:
             raise WorkerUnreachable(f"{address}: {error or 'no answer in time'}") from error

@@ -101,8 +101,8 @@ def run() -> int:
     if lookups.theirs_us is not None:
         theirs = f"{lookups.theirs_us:.0f} µs, {lookups.theirs_us / lookups.ours_us:.2f} times ours"
     print(
-        f"a look-up of 512 blocks at 64 workers: ours {lookups.ours_us:.0f} µs; ai-dynamo-runtime's "
-        f"RadixTree through Python {theirs}"
+        f"a look-up of 512 blocks at 64 workers: ours {lookups.ours_us:.0f} µs; "
+        f"ai-dynamo-runtime's RadixTree through Python {theirs}"
     )
     return report(results)
 

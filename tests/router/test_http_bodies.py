@@ -45,6 +45,12 @@ def test_content_comes_out_before_its_chunk_is_whole():
     assert body.ended
 
 
+def feed_bytewise(data):
+    body = ChunkedBody()
+    for number in range(len(data)):
+        body.feed(data[number : number + 1])
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -60,10 +66,8 @@ def test_content_comes_out_before_its_chunk_is_whole():
 def test_what_is_no_chunk_is_refused(data):
     with pytest.raises(MalformedBody):
         ChunkedBody().feed(data)
-    body = ChunkedBody()
     with pytest.raises(MalformedBody):
-        for number in range(len(data)):
-            body.feed(data[number : number + 1])
+        feed_bytewise(data)
 
 
 def test_a_sized_body_ends_after_its_length_and_an_open_one_never():

@@ -1,6 +1,7 @@
 """HTTP to a worker, against a server that sends exactly the bytes that a test says."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,6 +40,16 @@ class Server:
 
     def post(self, body=b"body"):
         return asyncio.create_task(self.workers.post(self.address, "/generate", body))
+
+
+def also(function, more):
+    """A function that does both."""
+
+    def both(*arguments):
+        function(*arguments)
+        more()
+
+    return both
 
 
 async def read_request(reader, length=4):
@@ -108,7 +119,7 @@ async def test_other_connections_are_cut_and_the_worker_notices(sent):
 async def test_idle_connections_are_given_up_in_time(monkeypatch):
     async with Server() as server:
         posting = server.post()
-        reader, writer = await server.accepted.get()
+        _, writer = await server.accepted.get()
         writer.write(OK)
         answer = await posting
         await answer.read()
@@ -120,7 +131,7 @@ async def test_idle_connections_are_given_up_in_time(monkeypatch):
         (await posting).close()
 
 
-async def test_an_idle_connection_that_the_worker_closes_is_not_used_again():
+async def test_an_idle_connection_that_the_worker_closes_is_not_used_again(monkeypatch):
     async with Server() as server:
         posting = server.post()
         _, writer = await server.accepted.get()
@@ -128,10 +139,10 @@ async def test_an_idle_connection_that_the_worker_closes_is_not_used_again():
         answer = await posting
         await answer.read()
         answer.close()
-        (connection,) = server.workers._all
+        lost = asyncio.Event()
+        monkeypatch.setattr(server.workers, "_lost", also(server.workers._lost, lost.set))
         writer.close()
-        while not connection._lost:
-            await asyncio.sleep(0)
+        await asyncio.wait_for(lost.wait(), 10)
         assert not server.workers._idle
         posting = server.post()
         _, writer = await server.accepted.get()
@@ -144,7 +155,9 @@ async def test_a_head_may_come_in_pieces_and_after_an_interim_one():
         posting = server.post()
         _, writer = await server.accepted.get()
         for place in range(0, len(OK), 7):
-            writer.write((b"HTTP/1.1 102 Processing\r\n\r\n" if not place else b"") + OK[place:][:7])
+            writer.write(
+                (b"HTTP/1.1 102 Processing\r\n\r\n" if not place else b"") + OK[place:][:7]
+            )
             await writer.drain()
             await asyncio.sleep(0)
         assert await (await posting).read() == b"hi"
@@ -237,11 +250,19 @@ async def test_a_worker_is_not_read_from_while_the_client_is_slow(monkeypatch):
     async with Server() as server:
         posting = server.post()
         _, writer = await server.accepted.get()
-        writer.write(CHUNKED + b"7d0\r\n" + b"x" * 2000 + b"\r\n")
+        writer.write(CHUNKED)
         answer = await posting
         (connection,) = server.workers._all
-        while connection._waiting_bytes < 2000:
-            await asyncio.sleep(0)
+        paused = asyncio.Event()
+        transport = connection.transport
+        connection.transport = SimpleNamespace(
+            pause_reading=also(transport.pause_reading, paused.set),
+            resume_reading=transport.resume_reading,
+            abort=transport.abort,
+        )
+        writer.write(b"7d0\r\n" + b"x" * 2000 + b"\r\n")
+        await asyncio.wait_for(paused.wait(), 10)
+        connection.transport = transport
         assert connection._paused
         assert len(await answer.some()) == 2000
         assert not connection._paused

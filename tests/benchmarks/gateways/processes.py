@@ -134,9 +134,7 @@ class Stage:
         self._parts.callback(_end, process)
         return process  # type: ignore[no-any-return]
 
-    def _wait(
-        self, process: subprocess.Popen[bytes], name: str, ready: Callable[[], bool]
-    ) -> None:
+    def _wait(self, process: subprocess.Popen[bytes], name: str, ready: Callable[[], bool]) -> None:
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
             if process.poll() is not None:

@@ -34,8 +34,8 @@ def compare(peers_python: str) -> Lookups:
     for _ in range(CONVERSATIONS):
         chain = system + [rng.getrandbits(63) for _ in range(BLOCKS - len(system))]
         asked.append(chain)
-        for worker in rng.sample(range(WORKERS), rng.randint(1, 3)):
-            held.append((worker, chain[: rng.randint(len(system), BLOCKS)]))
+        holders = rng.sample(range(WORKERS), rng.randint(1, 3))
+        held += [(worker, chain[: rng.randint(len(system), BLOCKS)]) for worker in holders]
     prompts = rng.choices(asked, k=ASKED)
     depths, ours_s = _ours(held, prompts)
     done = subprocess.run(
