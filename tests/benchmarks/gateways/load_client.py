@@ -198,12 +198,12 @@ async def measure(order: Order) -> Result:
 
 
 def _requests(case: str, rng: random.Random, order: Order) -> list[bytes]:
-    """More than one connection can send in the time, made beforehand."""
+    """Made beforehand, mostly more than can be sent in the time."""
     if case == "turn":
         conversations = max(1, 4 // order.concurrency)
         return [request for _ in range(conversations) for request in conversation(rng)]
     prompts = short_prompts(rng) if case == "short" else new_prompts(rng)
-    count = 6_000 if case == "short" else 300
+    count = 4_000 if case == "short" else 100
     return [next(prompts) for _ in range(int(count * order.seconds) // order.concurrency)]
 
 
