@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 
-import aiohttp
 import msgspec
 from aiohttp import web
 
@@ -31,6 +29,12 @@ from router.admission import Admission
 from router.dispatch import Dispatcher, Placement
 from router.metrics import Metrics
 from router.tokenization import Prompt
+from router.worker_connections import (
+    WorkerAnswer,
+    WorkerConnections,
+    WorkerLost,
+    WorkerUnreachable,
+)
 
 log = logging.getLogger(__name__)
 
@@ -80,17 +84,17 @@ class EventBuffer:
 
 
 class Forwarder:
-    """Forwards requests with a shared client session, whose owner is the gateway."""
+    """Forwards requests over shared connections, whose owner is the gateway."""
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        workers: WorkerConnections,
         settings: GatewaySettings,
         dispatcher: Dispatcher,
         admission: Admission,
         metrics: Metrics,
     ) -> None:
-        self._session = session
+        self._workers = workers
         self._admission = admission
         self._settings = settings
         self._dispatcher = dispatcher
@@ -152,11 +156,11 @@ class Forwarder:
                 HEADER_PREDICTED_HIT_TOKENS: str(placement.predicted_hit_tokens),
                 HEADER_PROMPT_TOKENS: str(prompt.tokens),
                 HEADER_HIT_TOKENS: upstream.headers.get(HEADER_HIT_TOKENS, "0"),
-                "Content-Type": upstream.headers.get("Content-Type", "application/json"),
+                "Content-Type": upstream.headers.get("content-type", "application/json"),
             }
             try:
-                first = await (upstream.content.readany() if generate.stream else upstream.read())
-            except (aiohttp.ClientError, OSError) as error:
+                first = await (upstream.some() if generate.stream else upstream.read())
+            except WorkerLost as error:
                 raise _dropped(placement.worker, error) from error
             self._count(prompt, placement, upstream, arrived)
             self._dispatcher.shadows.began(generate.request_id)
@@ -166,20 +170,12 @@ class Forwarder:
         finally:
             upstream.close()
 
-    async def _post(self, placement: Placement, body: bytes) -> aiohttp.ClientResponse:
+    async def _post(self, placement: Placement, body: bytes) -> WorkerAnswer:
         settings, worker = self._settings, placement.worker
         try:
             async with asyncio.timeout(settings.first_byte_timeout_s):
-                return await self._session.post(
-                    f"{placement.address}/generate",
-                    data=body,
-                    headers={"Content-Type": "application/msgpack"},
-                    timeout=aiohttp.ClientTimeout(
-                        total=None, sock_connect=settings.connect_timeout_s
-                    ),
-                    allow_redirects=False,
-                )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                return await self._workers.post(placement.address, "/generate", body)
+        except WorkerUnreachable as error:
             self._dispatcher.fleet.suspect(worker)
             raise _TryElsewhere(
                 "connect",
@@ -198,13 +194,13 @@ class Forwarder:
                 type="server_error",
                 code="first_byte_timeout",
             ) from error
-        except (aiohttp.ClientError, OSError) as error:
+        except WorkerLost as error:
             raise _dropped(worker, error) from error
 
     async def _stream(
         self,
         client: web.Request,
-        upstream: aiohttp.ClientResponse,
+        upstream: WorkerAnswer,
         first: bytes,
         headers: dict[str, str],
         worker: str,
@@ -223,7 +219,7 @@ class Forwarder:
 
     async def _relay(
         self,
-        upstream: aiohttp.ClientResponse,
+        upstream: WorkerAnswer,
         first: bytes,
         response: web.StreamResponse,
         worker: str,
@@ -235,8 +231,8 @@ class Forwarder:
             if whole:
                 await response.write(whole)
             try:
-                chunk = await upstream.content.readany()
-            except (aiohttp.ClientError, OSError) as error:
+                chunk = await upstream.some()
+            except WorkerLost as error:
                 self._metrics.broken_streams.inc()
                 lost = _dropped(worker, error).error
                 await response.write(b"data: " + lost.body() + EVENT_END)
@@ -248,7 +244,7 @@ class Forwarder:
         self,
         prompt: Prompt,
         placement: Placement,
-        upstream: aiohttp.ClientResponse,
+        upstream: WorkerAnswer,
         arrived: float,
     ) -> None:
         metrics = self._metrics
@@ -263,18 +259,18 @@ class Forwarder:
         metrics.overestimated_tokens.inc(max(0, placement.predicted_hit_tokens - hit))
 
 
-async def _refusal(upstream: aiohttp.ClientResponse, worker: str) -> web.Response:
+async def _refusal(upstream: WorkerAnswer, worker: str) -> web.Response:
     """Pass a 4xx on as it is; raise _TryElsewhere for 429 and 5xx."""
     try:
         body = await upstream.read()
-    except (aiohttp.ClientError, OSError) as error:
+    except WorkerLost as error:
         raise _dropped(worker, error) from error
     status = upstream.status
     if status != 429 and status < 500:
         return web.Response(
             status=status,
             body=body,
-            headers={"Content-Type": upstream.headers.get("Content-Type", "application/json")},
+            headers={"Content-Type": upstream.headers.get("content-type", "application/json")},
         )
     reason = {429: "full", 503: "unavailable"}.get(status, "failed")
     try:
@@ -306,19 +302,3 @@ def _dropped(worker: str, error: BaseException) -> _TryElsewhere:
             code="worker_lost",
         ),
     )
-
-
-def worker_socket(
-    address: tuple[
-        int | socket.AddressFamily, int | socket.SocketKind, int, str, tuple[object, ...]
-    ],
-) -> socket.socket:
-    """A socket to a worker that notices within some 12 s when the worker's machine is gone."""
-    family, kind, protocol, *_ = address
-    sock = socket.socket(family=family, type=kind, proto=protocol)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 6)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    return sock

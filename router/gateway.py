@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
+import secrets
 import time
-import uuid
 from collections.abc import Callable
 from typing import Literal, Protocol
 
@@ -22,7 +23,7 @@ from router.admission import Admission
 from router.dispatch import Dispatcher
 from router.edge import authentication, body_too_large, errors, json_response, mark_started
 from router.fleet import Fleet
-from router.forwarding import SERVICE_UNAVAILABLE, Forwarder, worker_socket
+from router.forwarding import SERVICE_UNAVAILABLE, Forwarder
 from router.member import ModelGroup
 from router.metrics import BusStatus, Metrics
 from router.openai_api import ApiRequest, parse_chat, parse_completion, parse_either
@@ -30,11 +31,16 @@ from router.policies import parse_policy
 from router.shadow import Shadows, parse_shadows
 from router.tokenization import Prompt, Tokenization
 from router.worker_admin import WorkerAdmin
+from router.worker_connections import WorkerConnections
 
 log = logging.getLogger(__name__)
 
 DRAIN_S = 5.0
 """Answers under way may take so long to end when the gateway stops."""
+
+GC_ALLOCATIONS = 20_000
+"""Garbage is looked for after so many new objects. A request makes some hundred that live a few
+milliseconds; Python's own 700 would look through them several times a request."""
 
 FETCH_TIMEOUT_S = 30.0
 """For a worker to hand over its tokenizer."""
@@ -116,6 +122,7 @@ class Gateway:
         self._following: asyncio.Task[None] | None = None
         self._cleanup = contextlib.AsyncExitStack()
         self._session: aiohttp.ClientSession
+        self._workers: WorkerConnections
         self._tokenization: Tokenization
         self._forwarder: Forwarder
         self._runner: web.AppRunner
@@ -147,22 +154,19 @@ class Gateway:
 
     async def _start(self) -> None:
         settings = self.settings.gateway
-        # unlimited: each stream holds a connection; idle ones end before workers close them
-        connector = aiohttp.TCPConnector(
-            limit=0, keepalive_timeout=15.0, socket_factory=worker_socket
-        )
+        headers = _headers_to_workers(self.settings.secret)
         self._session = await self._cleanup.enter_async_context(
-            aiohttp.ClientSession(
-                connector=connector,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                headers=_headers_to_workers(self.settings.secret),
-            )
+            aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), headers=headers)
         )
+        self._workers = WorkerConnections(
+            {**headers, "Content-Type": "application/msgpack"}, settings.connect_timeout_s
+        )
+        self._cleanup.callback(self._workers.close)
         self._tokenization = Tokenization(self._fetch_model, self.settings.secret.encode())
         self._cleanup.callback(self._tokenization.close)
         self._cleanup.callback(self.admission.close)
         self._forwarder = Forwarder(
-            self._session, settings, self.dispatcher, self.admission, self.metrics
+            self._workers, settings, self.dispatcher, self.admission, self.metrics
         )
         self._following = asyncio.create_task(self._follower.run(), name="bus follower")
         self._cleanup.push_async_callback(self._stop_following, self._following)
@@ -259,7 +263,7 @@ class Gateway:
             )
         wanted = asked.max_tokens or self.settings.gateway.default_max_tokens
         generate = GenerateRequest(
-            request_id=uuid.uuid4().hex,
+            request_id=secrets.token_hex(16),
             model=asked.model,
             kind=asked.kind,
             token_ids=prompt.token_ids,
@@ -396,6 +400,8 @@ async def serve_gateway(settings: Settings, *, ready: Callable[[str], None] | No
     """Serve until cancelled. `ready` is called with the base URL once the port is bound."""
     gateway = Gateway(settings)
     await gateway.start()
+    gc.freeze()  # modules and such stay: never look through them
+    gc.set_threshold(GC_ALLOCATIONS, *gc.get_threshold()[1:])
     try:
         if ready is not None:
             ready(gateway.url)

@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from cluster.blocks import hash_blocks, pack_tokens
+from cluster.blocks import hash_blocks
 
 MAX_CHARACTERS = 16_000_000
 """Of the segments kept: some 50 MB with their tokens and hashes."""
@@ -165,20 +165,20 @@ class SegmentTree:
 def compute(
     last: Node,
     segments: list[str],
-    encode: Callable[[str, bool], list[int]],
+    encode: Callable[[str, bool], bytes],
     block_size: int,
     *,
     begins: bool,
 ) -> list[Node]:
     """Nodes of `segments`, which follow `last`; their numbers are still to be given.
 
-    `encode(segment, first)` gives a segment's tokens; `begins` tells that the first of them is
-    the text's first.
+    `encode(segment, first)` gives a segment's packed tokens; `begins` tells that the first of
+    them is the text's first.
     """
     computed = []
     parent, rest = last.parent, last.rest
     for place, segment in enumerate(segments):
-        packed = pack_tokens(encode(segment, begins and not place))
+        packed = encode(segment, begins and not place)
         pending = rest + packed
         hashes = hash_blocks(parent, pending, block_size)
         rest = pending[len(hashes) * 4 * block_size :]

@@ -26,6 +26,7 @@ from cluster.blocks import Namespace, hash_blocks, pack_tokens
 from cluster.protocol import ModelInfo, RequestError, WorkerCard
 from router.openai_api import ApiRequest
 from router.segments import Cutter, SegmentTree, boundary_tokens, compute
+from router.words import Words
 
 THREAD_CHARACTERS = 8_000
 """Longer texts are tokenised in a thread: about 2 ms of work that would hold up all streams."""
@@ -34,6 +35,7 @@ CACHE_CHARACTERS = 8_000_000
 """Text and tokens of this many characters are kept for requests with an equal text."""
 
 KEPT_ENCODERS = 8
+KEPT_ROOTS = 10_000
 
 _Result = TypeVar("_Result")
 
@@ -65,12 +67,13 @@ class Encoder:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocabulary = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        self._bos: list[int] = []
+        self._words = Words(self._tokenizer, info.tokenizer_json)
+        self._bos = b""
         if info.add_bos:
             bos = self._tokenizer.token_to_id(info.special_tokens.get("bos_token", ""))
             if bos is None:
                 raise ValueError("the model wants a bos token but its tokenizer has none")
-            self._bos = [bos]
+            self._bos = pack_tokens([bos])
         self._template = _compile(info.chat_template) if info.chat_template else None
         self._cutter = Cutter(
             boundary_tokens(info.tokenizer_json),
@@ -100,18 +103,18 @@ class Encoder:
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
 
-    def encode(self, text: str, *, bos: bool) -> list[int]:
-        """Token ids of a text; with `bos`, after the bos token where the model wants one.
+    def encode(self, text: str, *, bos: bool) -> bytes:
+        """Packed tokens of a text; with `bos`, after the bos token where the model wants one.
 
         Raises RequestError (400) for a text with lone surrogates, which is no Unicode.
         """
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+            packed = self._words.encode(text)
         except TypeError as error:
             raise RequestError(
                 "the text holds half a surrogate pair, which is no Unicode: send it as UTF-8"
             ) from error
-        return self._bos + ids if bos else ids
+        return self._bos + packed if bos else packed
 
 
 class Tokenization:
@@ -126,6 +129,7 @@ class Tokenization:
         self._secret = secret
         self._encoders: OrderedDict[str, Encoder] = OrderedDict()
         self._fetching: dict[str, asyncio.Lock] = {}
+        self._roots: dict[tuple[Namespace, str], bytes] = {}
         self._segments = SegmentTree()
         self._recent: OrderedDict[tuple[bytes, bool, str], Prompt] = OrderedDict()
         self._recent_characters = 0
@@ -154,10 +158,12 @@ class Tokenization:
 
     async def prompt(self, request: ApiRequest, encoder: Encoder, namespace: Namespace) -> Prompt:
         """Tokens and hashes of a request. Raises RequestError (400)."""
-        root = namespace.for_request(tenant=request.cache_salt).root(self._secret)
+        root = self._root(namespace, request.cache_salt)
         if request.token_ids is not None:
             ids = _checked(request.token_ids, encoder)
-            return await self._run(len(ids) * 4, lambda: self._hash(ids, root, namespace))
+            return await self._run(
+                len(ids) * 4, lambda: self._hash(pack_tokens(ids), root, namespace)
+            )
         chat = request.text is None
         text = encoder.render(request) if request.text is None else request.text
         segments = encoder.cut(text)
@@ -176,6 +182,15 @@ class Tokenization:
             raise RequestError("the prompt has no tokens: send some text", param="prompt")
         self._remember(key, prompt)
         return prompt
+
+    def _root(self, namespace: Namespace, tenant: str) -> bytes:
+        key = (namespace, tenant)
+        root = self._roots.get(key)
+        if root is None:
+            if len(self._roots) >= KEPT_ROOTS:
+                self._roots.clear()
+            root = self._roots[key] = namespace.for_request(tenant=tenant).root(self._secret)
+        return root
 
     async def _continued(
         self, segments: list[str], encoder: Encoder, namespace: Namespace, root: bytes, chat: bool
@@ -200,8 +215,7 @@ class Tokenization:
             namespace,
         )
 
-    def _hash(self, ids: list[int], root: bytes, namespace: Namespace) -> Prompt:
-        packed = pack_tokens(ids)
+    def _hash(self, packed: bytes, root: bytes, namespace: Namespace) -> Prompt:
         return Prompt(packed, hash_blocks(root, packed, namespace.block_size), namespace)
 
     async def _run(self, characters: int, work: Callable[[], _Result]) -> _Result:

@@ -27,6 +27,7 @@ BENCHMARKS = {
         "tier_load",
         "decode_vs_llamacpp",
         "streaming_engine_rate",
+        "gateway_vs_smg",
     )
 }
 """Name -> module with `run() -> int`, the exit code."""

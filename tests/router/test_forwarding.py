@@ -143,8 +143,8 @@ async def test_both_hops_send_small_chunks_at_once():
             return response
 
         def to_worker():
-            (protocol,) = rig.gateway._session.connector._acquired
-            return protocol
+            (connection,) = rig.gateway._workers._all
+            return connection
 
         def to_client():
             (protocol,) = rig.gateway._runner.server.connections

@@ -122,7 +122,7 @@ def prompt_of(tree, cutter, tokenizer, text, block_size=4):
 
     def encode(segment, first):
         encoded.append(segment)
-        return tokenizer.encode(segment, add_special_tokens=False).ids
+        return pack_tokens(tokenizer.encode(segment, add_special_tokens=False).ids)
 
     found = tree.find("x", b"root", cutter.cut(text))
     computed = compute(

@@ -1,0 +1,270 @@
+"""HTTP to a worker, against a server that sends exactly the bytes that a test says."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from router import worker_connections
+from router.worker_connections import WorkerConnections, WorkerLost, WorkerUnreachable
+from tests.router.test_forwarding import refused_address
+
+OK = b"HTTP/1.1 200 OK\r\nX-Told: 7\r\nContent-Length: 2\r\n\r\nhi"
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: Chunked\r\n\r\n"
+
+
+class Server:
+    """Accepts connections; a test reads what came and writes what goes."""
+
+    async def __aenter__(self):
+        self.accepted = asyncio.Queue()
+        self._writers = []
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        port = self._server.sockets[0].getsockname()[1]
+        self.address = f"http://127.0.0.1:{port}"
+        self.workers = WorkerConnections({"X-Key": "k"}, connect_timeout_s=5.0)
+        return self
+
+    async def __aexit__(self, *_):
+        self.workers.close()
+        for writer in self._writers:
+            writer.close()
+        self._server.close()
+        await self._server.wait_closed()
+        await asyncio.sleep(0)
+        assert not self.workers._all
+
+    def _accept(self, reader, writer):
+        self._writers.append(writer)
+        self.accepted.put_nowait((reader, writer))
+
+    def post(self, body=b"body"):
+        return asyncio.create_task(self.workers.post(self.address, "/generate", body))
+
+
+def also(function, more):
+    """A function that does both."""
+
+    def both(*arguments):
+        function(*arguments)
+        more()
+
+    return both
+
+
+async def read_request(reader, length=4):
+    head = await reader.readuntil(b"\r\n\r\n")
+    return head, await reader.readexactly(length)
+
+
+async def test_a_request_goes_out_whole_and_its_answer_comes_back():
+    async with Server() as server:
+        posting = server.post()
+        reader, writer = await server.accepted.get()
+        head, body = await read_request(reader)
+        host = server.address.removeprefix("http://").encode()
+        assert head.split(b"\r\n")[:-2] == [
+            b"POST /generate HTTP/1.1",
+            b"Host: " + host,
+            b"X-Key: k",
+            b"Content-Length: 4",
+        ]
+        assert body == b"body"
+        writer.write(OK)
+        answer = await posting
+        assert (answer.status, answer.headers["x-told"]) == (200, "7")
+        assert await answer.read() == b"hi"
+        assert await answer.some() == b""
+        answer.close()
+
+
+async def test_a_connection_whose_answer_was_read_serves_the_next_request():
+    async with Server() as server:
+        posting = server.post()
+        reader, writer = await server.accepted.get()
+        for _ in range(3):
+            await read_request(reader)
+            writer.write(CHUNKED + b"2\r\nhi\r\n0\r\n\r\n")
+            answer = await posting
+            assert await answer.read() == b"hi"
+            answer.close()
+            answer.close()  # once is enough, twice is harmless
+            posting = server.post()
+        await read_request(reader)
+        assert server.accepted.empty()
+        posting.cancel()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi",
+        b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nhi",
+        CHUNKED + b"2\r\nhi\r\n",  # not read to its end
+    ],
+)
+async def test_other_connections_are_cut_and_the_worker_notices(sent):
+    async with Server() as server:
+        posting = server.post()
+        reader, writer = await server.accepted.get()
+        await read_request(reader)
+        writer.write(sent)
+        answer = await posting
+        assert await answer.some() == b"hi"
+        answer.close()
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(1)
+
+
+async def test_idle_connections_are_given_up_in_time(monkeypatch):
+    async with Server() as server:
+        posting = server.post()
+        _, writer = await server.accepted.get()
+        writer.write(OK)
+        answer = await posting
+        await answer.read()
+        answer.close()
+        monkeypatch.setattr(worker_connections, "IDLE_S", -1.0)
+        posting = server.post()
+        _, writer = await server.accepted.get()  # a new one
+        writer.write(OK)
+        (await posting).close()
+
+
+async def test_an_idle_connection_that_the_worker_closes_is_not_used_again(monkeypatch):
+    async with Server() as server:
+        posting = server.post()
+        _, writer = await server.accepted.get()
+        writer.write(OK)
+        answer = await posting
+        await answer.read()
+        answer.close()
+        lost = asyncio.Event()
+        monkeypatch.setattr(server.workers, "_lost", also(server.workers._lost, lost.set))
+        writer.close()
+        await asyncio.wait_for(lost.wait(), 10)
+        assert not server.workers._idle
+        posting = server.post()
+        _, writer = await server.accepted.get()
+        writer.write(OK)
+        (await posting).close()
+
+
+async def test_a_head_may_come_in_pieces_and_after_an_interim_one():
+    async with Server() as server:
+        posting = server.post()
+        _, writer = await server.accepted.get()
+        for place in range(0, len(OK), 7):
+            writer.write(
+                (b"HTTP/1.1 102 Processing\r\n\r\n" if not place else b"") + OK[place:][:7]
+            )
+            await writer.drain()
+            await asyncio.sleep(0)
+        assert await (await posting).read() == b"hi"
+
+
+async def test_a_body_without_length_ends_with_the_connection():
+    async with Server() as server:
+        posting = server.post()
+        _, writer = await server.accepted.get()
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nall ")
+        answer = await posting
+        assert await answer.some() == b"all "
+        writer.write(b"of it")
+        writer.close()
+        assert await answer.read() == b"of it"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\nContent-Le",
+        b"SSH-2.0\r\n\r\n",
+        b"HTTP/1.1 abc\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nno header\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\n",
+    ],
+)
+async def test_a_worker_that_sends_no_answer_is_lost(sent):
+    async with Server() as server:
+        posting = server.post()
+        _, writer = await server.accepted.get()
+        writer.write(sent)
+        writer.close()
+        with pytest.raises(WorkerLost):
+            await posting
+
+
+@pytest.mark.parametrize(
+    "rest", [b"", b"2\r\nhi\r\n", b"2\r\nhi\r\n0\r\n", b"9\r\nhi", b"nonsense\r\n"]
+)
+async def test_an_answer_that_breaks_off_is_lost(rest):
+    async with Server() as server:
+        posting = server.post()
+        _, writer = await server.accepted.get()
+        writer.write(CHUNKED)
+        answer = await posting
+        writer.write(rest)
+        writer.close()
+        with pytest.raises(WorkerLost):
+            await answer.read()
+        answer.close()
+
+
+async def test_nobody_at_the_address_is_said_so():
+    workers = WorkerConnections({}, connect_timeout_s=5.0)
+    with pytest.raises(WorkerUnreachable, match=r"127\.0\.0\.1"):
+        await workers.post(refused_address(), "/generate", b"")
+
+
+async def test_giving_up_before_the_answer_cuts_the_connection():
+    async with Server() as server:
+        posting = server.post()
+        reader, _ = await server.accepted.get()
+        await read_request(reader)
+        posting.cancel()
+        assert await reader.read() == b""
+
+
+async def test_pieces_in_quick_succession_are_read_together(monkeypatch):
+    monkeypatch.setattr(worker_connections, "GATHER_S", 3600.0)
+    async with Server() as server:
+        posting = server.post()
+        _, writer = await server.accepted.get()
+        writer.write(CHUNKED + b"1\r\na\r\n")
+        answer = await posting
+        assert await answer.some() == b"a"  # the first at once
+        reading = asyncio.create_task(answer.some())
+        for piece in (b"1\r\nb\r\n", b"1\r\nc\r\n"):
+            writer.write(piece)
+            await asyncio.sleep(0.0)
+        writer.write(b"0\r\n\r\n")  # the end waits for nothing
+        assert await asyncio.wait_for(reading, 10) == b"bc"
+        assert await answer.some() == b""
+
+
+async def test_a_worker_is_not_read_from_while_the_client_is_slow(monkeypatch):
+    monkeypatch.setattr(worker_connections, "HIGH_WATER_BYTES", 1000)
+    async with Server() as server:
+        posting = server.post()
+        _, writer = await server.accepted.get()
+        writer.write(CHUNKED)
+        answer = await posting
+        (connection,) = server.workers._all
+        paused = asyncio.Event()
+        transport = connection.transport
+        connection.transport = SimpleNamespace(
+            pause_reading=also(transport.pause_reading, paused.set),
+            resume_reading=transport.resume_reading,
+            abort=transport.abort,
+        )
+        writer.write(b"7d0\r\n" + b"x" * 2000 + b"\r\n")
+        await asyncio.wait_for(paused.wait(), 10)
+        connection.transport = transport
+        assert connection._paused
+        assert len(await answer.some()) == 2000
+        assert not connection._paused
+        writer.write(b"1\r\ny\r\n0\r\n\r\n")
+        assert await answer.read() == b"y"
