@@ -77,6 +77,30 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
         return sum(max(worker.indexed_blocks, worker.cached_blocks) for worker in self.workers)
 
 
+class ExplainedWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of the gateway's decision; tokens of the prompt. `cost` None: left out, see why."""
+
+    worker: str
+    hit_tokens: int = 0
+    coming_tokens: int = 0
+    new_tokens: int = 0
+    pending_tokens: int = 0
+    batch: int = 0
+    cost: float | None = None
+    chosen: bool = False
+    left_out: str = ""
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """What `POST /admin/explain` answers: the decision that was about to be made."""
+
+    policy: str = ""
+    prompt_tokens: int = 0
+    chosen: str = ""
+    because: str = ""
+    workers: list[ExplainedWorker] = msgspec.field(default_factory=list)
+
+
 class _Model(msgspec.Struct, frozen=True):
     id: str
 
@@ -140,6 +164,12 @@ class Admin:
     async def fleet(self) -> FleetView:
         """The gateway's picture of its workers."""
         return await self._ask("GET", "/admin/fleet", FleetView, headers=self._admin)
+
+    async def explain(self, body: bytes) -> Explanation:
+        """How the gateway would route a request with this body now; nothing is sent or booked."""
+        return await self._ask(
+            "POST", "/admin/explain", Explanation, headers=self._admin, content=body
+        )
 
     async def wait_for(
         self, condition: Callable[[FleetView], bool], timeout_s: float

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -19,18 +18,21 @@ from rich.table import Table
 
 from loadgen import wording
 from loadgen.admin import AdminError
+from loadgen.arm import OptionError
 from loadgen.arrivals import ArrivalError
-from loadgen.compare import CompareOptions, OptionError, RunOptions, compare, run
-from loadgen.measures import SloError, parse_slo
+from loadgen.compare import CompareOptions, RunOptions, compare, run
+from loadgen.flags import ReplayFlags, with_flags
+from loadgen.measures import SloError
 from loadgen.progress import Bars
 from loadgen.report import REPORT_FILE
 from loadgen.requests import RequestFileError
 from loadgen.summary import Summary
-from loadgen.workloads import SharedPrefix, WorkloadError
+from loadgen.traces import TraceError
+from loadgen.workloads import WorkloadError
 
 EXIT_VALID, EXIT_FAILED, EXIT_USAGE, EXIT_INVALID, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
 WIDTH_WITHOUT_TERMINAL = 150
-KNOWN_ERRORS = (AdminError, RequestFileError)
+KNOWN_ERRORS = (AdminError, RequestFileError, TraceError)
 USAGE_ERRORS = (ArrivalError, OptionError, SloError, WorkloadError)
 
 app = typer.Typer(
@@ -42,161 +44,42 @@ app = typer.Typer(
     "be run; 2: wrong usage; 130: interrupted.",
 )
 
-Url = Annotated[str, typer.Option("--url", help="Base URL of the gateway.")]
-Out = Annotated[
-    Path | None, typer.Option("--out", help="Folder of the results [out/COMMAND-TIME].")
+_COMPARE = CompareOptions(url="")
+BOTH_POLICIES = ",".join(_COMPARE.policies)
+Policies = Annotated[
+    str, typer.Option("--policies", help="Separated by commas; the first is the base.")
 ]
-RequestFile = Annotated[
-    Path | None, typer.Option("--requests", help="Replay this request file; make none.")
-]
-Workload = Annotated[str, typer.Option("--workload", help="The only one so far: shared_prefix.")]
-Groups = Annotated[int, typer.Option("--groups", help="System prompts.")]
-Users = Annotated[int, typer.Option("--users", help="Users in a group.")]
-Turns = Annotated[int, typer.Option("--turns", help="Questions of a user.")]
-SystemTokens = Annotated[
-    int, typer.Option("--system-tokens", help="Tokens of a system prompt, approximately.")
-]
-OutputTokens = Annotated[int, typer.Option("--output-tokens", help="Tokens of an answer at most.")]
-ThinkTime = Annotated[
-    float, typer.Option("--think-time-s", help="Least pause between two turns of a user.")
-]
-IgnoreEos = Annotated[
-    bool, typer.Option("--ignore-eos", help="Let every answer run to --output-tokens.")
-]
-Rate = Annotated[
-    float, typer.Option("--request-rate", "--rate", help="Requests a second (Poisson).")
-]
-Seed = Annotated[int, typer.Option("--seed")]
-Model = Annotated[str, typer.Option("--model", help="Model to ask for [the first one served].")]
-Goodput = Annotated[
-    list[str] | None,
-    typer.Option("--goodput", help="Bounds in ms, such as --goodput ttft:2000 tpot:100."),
-]
-Warmups = Annotated[
-    int, typer.Option("--num-warmups", min=0, help="Uncounted requests before each flush.")
-]
-Timeout = Annotated[
-    float, typer.Option("--timeout-s", min=0.001, help="A slower request is unfinished.")
-]
-Lag = Annotated[
-    float, typer.Option("--max-client-lag-ms", help="Bound on the client's p99 lag, else invalid.")
-]
-ApiKey = Annotated[str, typer.Option("--api-key", envvar="STEMROUTE_GATEWAY_API_KEY")]
-AdminKey = Annotated[str, typer.Option("--admin-key", envvar="STEMROUTE_GATEWAY_ADMIN_KEY")]
-
-_SHARED, _COMPARE = SharedPrefix(), CompareOptions(url="")
 
 
 @app.command("compare")
+@with_flags(ReplayFlags)
 def compare_command(
-    url: Url = "http://127.0.0.1:8000",
-    policies: Annotated[
-        str, typer.Option("--policies", help="Separated by commas; the first is the base.")
-    ] = ",".join(_COMPARE.policies),
-    out: Out = None,
-    requests: RequestFile = None,
-    workload: Workload = "shared_prefix",
-    groups: Groups = _SHARED.groups,
-    users: Users = _SHARED.users,
-    turns: Turns = _SHARED.turns,
-    system_tokens: SystemTokens = _SHARED.system_tokens,
-    output_tokens: OutputTokens = _SHARED.output_tokens,
-    think_time_s: ThinkTime = _SHARED.think_time_s,
-    ignore_eos: IgnoreEos = False,
-    request_rate: Rate = _COMPARE.request_rate,
-    seed: Seed = 0,
-    model: Model = "",
-    goodput: Goodput = None,
-    num_warmups: Warmups = _COMPARE.num_warmups,
-    timeout_s: Timeout = _COMPARE.timeout_s,
-    max_client_lag_ms: Lag = _COMPARE.max_client_lag_ms,
-    api_key: ApiKey = "",
-    admin_key: AdminKey = "",
+    flags: ReplayFlags,
+    policies: Policies = BOTH_POLICIES,
+    repeats: Annotated[
+        int, typer.Option("--repeats", help="Replays of each policy, interleaved.", min=1)
+    ] = _COMPARE.repeats,
 ) -> None:
     """Replay the same requests through each policy, each time from cold, and compare."""
-    folder = out or _default_folder("compare")
-    _check_workload(workload)
+    folder = flags.folder("compare")
     options = CompareOptions(
-        url=url,
-        policies=split_policies(policies),
-        requests=requests,
-        workload=SharedPrefix(
-            groups=groups,
-            users=users,
-            turns=turns,
-            system_tokens=system_tokens,
-            output_tokens=output_tokens,
-            think_time_s=think_time_s,
-            ignore_eos=ignore_eos,
-        ),
-        model=model,
-        request_rate=request_rate,
-        seed=seed,
-        slo=parse_slo(goodput or ()),
-        num_warmups=num_warmups,
-        timeout_s=timeout_s,
-        max_client_lag_ms=max_client_lag_ms,
-        api_key=api_key,
-        admin_key=admin_key,
-        out=folder,
+        policies=split_policies(policies), repeats=repeats, **flags.options(folder)
     )
     _finish(lambda bars: compare(options, bars), folder)
 
 
 @app.command("run")
+@with_flags(ReplayFlags)
 def run_command(
-    url: Url = "http://127.0.0.1:8000",
-    out: Out = None,
-    requests: RequestFile = None,
-    workload: Workload = "shared_prefix",
-    groups: Groups = _SHARED.groups,
-    users: Users = _SHARED.users,
-    turns: Turns = _SHARED.turns,
-    system_tokens: SystemTokens = _SHARED.system_tokens,
-    output_tokens: OutputTokens = _SHARED.output_tokens,
-    think_time_s: ThinkTime = _SHARED.think_time_s,
-    ignore_eos: IgnoreEos = False,
-    request_rate: Rate = _COMPARE.request_rate,
-    seed: Seed = 0,
-    model: Model = "",
-    goodput: Goodput = None,
+    flags: ReplayFlags,
     flush: Annotated[bool, typer.Option("--flush", help="Empty all caches first.")] = False,
-    num_warmups: Warmups = _COMPARE.num_warmups,
-    timeout_s: Timeout = _COMPARE.timeout_s,
-    max_client_lag_ms: Lag = _COMPARE.max_client_lag_ms,
-    api_key: ApiKey = "",
-    admin_key: AdminKey = "",
 ) -> None:
     """Replay requests once, under the policy that the gateway has.
 
     Caches stay as they are unless --flush is given; warm-ups are sent only then.
     """
-    folder = out or _default_folder("run")
-    _check_workload(workload)
-    options = RunOptions(
-        url=url,
-        requests=requests,
-        workload=SharedPrefix(
-            groups=groups,
-            users=users,
-            turns=turns,
-            system_tokens=system_tokens,
-            output_tokens=output_tokens,
-            think_time_s=think_time_s,
-            ignore_eos=ignore_eos,
-        ),
-        model=model,
-        request_rate=request_rate,
-        seed=seed,
-        slo=parse_slo(goodput or ()),
-        flush=flush,
-        num_warmups=num_warmups,
-        timeout_s=timeout_s,
-        max_client_lag_ms=max_client_lag_ms,
-        api_key=api_key,
-        admin_key=admin_key,
-        out=folder,
-    )
+    folder = flags.folder("run")
+    options = RunOptions(flush=flush, **flags.options(folder))
     _finish(lambda bars: run(options, bars), folder)
 
 
@@ -247,7 +130,7 @@ def table(summary: Summary) -> Table:
     for column in wording.COLUMNS:
         result.add_column(column, justify="left" if column == "policy" else "right")
     for name, arm in summary.arms.items():
-        result.add_row(*wording.cells(name, arm))
+        result.add_row(*wording.cells(name, arm, summary.ideal))
     return result
 
 
@@ -271,8 +154,10 @@ def _tell(summary: Summary, folder: Path) -> None:
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     console.print(table(summary))
-    if summary.emulated:
-        say("emulated accelerators: times follow a cost model")
+    for line in wording.load_lines(summary):
+        say(line)
+    for sentence in summary.verdicts:
+        say(sentence, "bold")
     for name, paired in summary.paired.items():
         say(wording.ratio_line(name, paired))
     if (size := wording.size_line(summary)) is not None:
@@ -289,12 +174,3 @@ def _console(stderr: bool = False) -> Console:
     if not console.is_terminal:
         console.width = max(console.width, WIDTH_WITHOUT_TERMINAL)
     return console
-
-
-def _default_folder(command: str) -> Path:
-    return Path("out") / f"{command}-{datetime.now():%Y%m%d-%H%M%S}"
-
-
-def _check_workload(name: str) -> None:
-    if name != "shared_prefix":
-        raise OptionError(f"there is no workload {name!r}; there is: shared_prefix")

@@ -43,21 +43,38 @@ class Client:
         requests: Sequence[Request],
         arm: str,
         on_end: Callable[[Outcome], None] = lambda outcome: None,
+        *,
+        repeat: int = 0,
+        begin: float | None = None,
+        max_concurrency: int | None = None,
     ) -> list[Outcome]:
         """Send every request at its intended time; outcomes in the order of the requests.
 
-        Open loop: nothing waits for an answer. Ends at most `timeout_s` after the last request
-        was sent. When cancelled, it closes what is running first.
+        Open loop: nothing waits for an answer. With `max_concurrency` it is a closed loop: a
+        request also waits until fewer than so many are running, and only then counts as intended.
+        `begin` on the loop's clock is second 0; None is now. Ends at most `timeout_s` after the
+        last request was sent. When cancelled, it closes what is running first.
         """
         loop = asyncio.get_running_loop()
-        outcomes = [_blank(request, arm) for request in requests]
+        outcomes = [_blank(request, arm, repeat) for request in requests]
+        slots = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else None
+
+        def release(_: asyncio.Task[None]) -> None:
+            assert slots is not None
+            slots.release()
+
         async with self._session() as session, asyncio.TaskGroup() as tasks:
-            begin = loop.time()
+            begin = loop.time() if begin is None else begin
             for request, outcome in zip(requests, outcomes, strict=True):
                 delay = begin + request.intended_at_s - loop.time()
                 # Even a late request yields once, so that answers are read between sends.
                 await asyncio.sleep(max(0.0, delay))
-                tasks.create_task(self._send(session, request, outcome, begin, on_end))
+                if slots is not None:
+                    await slots.acquire()
+                    outcome.intended_s = loop.time() - begin
+                task = tasks.create_task(self._send(session, request, outcome, begin, on_end))
+                if slots is not None:
+                    task.add_done_callback(release)
         return outcomes
 
     def _session(self) -> aiohttp.ClientSession:
@@ -110,9 +127,10 @@ class Client:
         on_end(outcome)
 
 
-def _blank(request: Request, arm: str) -> Outcome:
+def _blank(request: Request, arm: str, repeat: int) -> Outcome:
     return Outcome(
         arm=arm,
+        repeat=repeat,
         id=request.id,
         session=request.session,
         turn=request.turn,

@@ -45,14 +45,28 @@ class WorkerWork(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class ArmMeasures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one arm.
+class RepeatMeasures(msgspec.Struct, frozen=True, kw_only=True):
+    """The headline figures of one replay of an arm, to see how much replays differ."""
 
-    duration_s           first intended send to last end
+    ttft_ms: Spread
+    tpot_ms: Spread
+    e2e_ms: Spread
+    cached_token_ratio: float | None
+    goodput: float
+    imbalance: float | None
+
+
+class ArmMeasures(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of one arm, over all its repeats.
+
+    requests             of all repeats, as are tokens and the work of the workers
+    duration_s           first intended send to last end, summed over the repeats
     cached_token_ratio   None where no answer carried usage
     goodput              requests a second that kept every bound; errors and unfinished ones miss
-    imbalance            max / mean over the workers of prompt tokens computed
+    kept_share           share of the requests that did
+    imbalance            max / mean over the workers of prompt tokens computed, mean of the repeats
     predicted_hit_error_tokens   mean of |predicted − actual hit|, None where headers lack
+    repeats              each replay by itself
     """
 
     requests: int
@@ -67,10 +81,12 @@ class ArmMeasures(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     completion_tokens: int
     goodput: float
+    kept_share: float
     imbalance: float | None
     predicted_hit_error_tokens: float | None
     client_lag_ms: Spread
     workers: list[WorkerWork]
+    repeats: list[RepeatMeasures]
 
 
 _SLO_NAMES = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms", "e2el": "e2e_ms"}
@@ -103,22 +119,24 @@ def spread(samples: Iterable[float | None]) -> Spread:
 
 
 def measure(outcomes: Sequence[Outcome], slo: Slo, workers: Iterable[str] = ()) -> ArmMeasures:
-    """The measures of one arm.
+    """The measures of an arm that was replayed once; see `measure_repeats`."""
+    return measure_repeats([outcomes], slo, workers)
+
+
+def measure_repeats(
+    repeats: Sequence[Sequence[Outcome]], slo: Slo, workers: Iterable[str] = ()
+) -> ArmMeasures:
+    """The measures of one arm, of whose replays each is a list of outcomes.
 
     `workers` names the whole fleet: one that got nothing counts in the imbalance.
     """
+    workers = list(workers)
+    outcomes = [outcome for repeat in repeats for outcome in repeat]
     good = [outcome for outcome in outcomes if outcome.status == "ok"]
-    counted = [
-        outcome
-        for outcome in good
-        if outcome.prompt_tokens is not None and outcome.cached_tokens is not None
-    ]
-    prompt = sum(outcome.prompt_tokens or 0 for outcome in counted)
-    cached = sum(outcome.cached_tokens or 0 for outcome in counted)
-    begin_s = min((outcome.intended_s for outcome in outcomes), default=0.0)
-    duration_s = max((outcome.end_s or 0.0 for outcome in outcomes), default=0.0) - begin_s
+    prompt, cached = _tokens(outcomes)
+    duration_s = sum(_duration_s(repeat) for repeat in repeats)
     kept = sum(keeps(outcome, slo) for outcome in outcomes)
-    shares = work(counted, workers)
+    each = [_measure_repeat(repeat, slo, workers) for repeat in repeats]
     errors_of_prediction = [
         abs(outcome.predicted_hit_tokens - outcome.hit_tokens)
         for outcome in good
@@ -127,7 +145,7 @@ def measure(outcomes: Sequence[Outcome], slo: Slo, workers: Iterable[str] = ()) 
     return ArmMeasures(
         requests=len(outcomes),
         errors=len(outcomes) - len(good),
-        duration_s=max(duration_s, 0.0),
+        duration_s=duration_s,
         ttft_ms=spread(outcome.ttft_ms for outcome in good),
         tpot_ms=spread(outcome.tpot_ms for outcome in good),
         itl_ms=spread(gap for outcome in good for gap in outcome.itl_ms),
@@ -137,11 +155,55 @@ def measure(outcomes: Sequence[Outcome], slo: Slo, workers: Iterable[str] = ()) 
         cached_tokens=cached,
         completion_tokens=sum(outcome.completion_tokens or 0 for outcome in good),
         goodput=kept / duration_s if duration_s > 0 else 0.0,
-        imbalance=imbalance([share.computed_tokens for share in shares]),
+        kept_share=kept / len(outcomes) if outcomes else 0.0,
+        imbalance=spread(repeat.imbalance for repeat in each).mean,
         predicted_hit_error_tokens=spread(errors_of_prediction).mean,
         client_lag_ms=spread(outcome.lag_ms for outcome in outcomes),
-        workers=shares,
+        workers=work(_counted(outcomes), workers),
+        repeats=each,
     )
+
+
+def _measure_repeat(
+    outcomes: Sequence[Outcome], slo: Slo, workers: Iterable[str]
+) -> RepeatMeasures:
+    good = [outcome for outcome in outcomes if outcome.status == "ok"]
+    prompt, cached = _tokens(outcomes)
+    duration_s = _duration_s(outcomes)
+    kept = sum(keeps(outcome, slo) for outcome in outcomes)
+    shares = work(_counted(outcomes), workers)
+    return RepeatMeasures(
+        ttft_ms=spread(outcome.ttft_ms for outcome in good),
+        tpot_ms=spread(outcome.tpot_ms for outcome in good),
+        e2e_ms=spread(outcome.e2e_ms for outcome in good),
+        cached_token_ratio=cached / prompt if prompt else None,
+        goodput=kept / duration_s if duration_s > 0 else 0.0,
+        imbalance=imbalance([share.computed_tokens for share in shares]),
+    )
+
+
+def _counted(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """Those whose prompt tokens are known."""
+    return [
+        outcome
+        for outcome in outcomes
+        if outcome.status == "ok"
+        and outcome.prompt_tokens is not None
+        and outcome.cached_tokens is not None
+    ]
+
+
+def _tokens(outcomes: Iterable[Outcome]) -> tuple[int, int]:
+    """Prompt tokens, and those of them that were cached."""
+    counted = _counted(outcomes)
+    prompt = sum(outcome.prompt_tokens or 0 for outcome in counted)
+    return prompt, sum(outcome.cached_tokens or 0 for outcome in counted)
+
+
+def _duration_s(outcomes: Sequence[Outcome]) -> float:
+    begin_s = min((outcome.intended_s for outcome in outcomes), default=0.0)
+    end_s = max((outcome.end_s or 0.0 for outcome in outcomes), default=0.0)
+    return max(end_s - begin_s, 0.0)
 
 
 def keeps(outcome: Outcome, slo: Slo) -> bool:

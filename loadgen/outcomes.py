@@ -14,6 +14,7 @@ class Outcome(msgspec.Struct, kw_only=True):
 
     status          ok; failed (refused, an error event, no connection); unfinished (cut off
                     or timed out before its end)
+    repeat          which replay of the arm it belongs to, from 0
     intended_s      when it was to be sent: latencies count from here
     sent_s          when the client began to send it
     first_token_s   when the first text came; of an answer without text, when it ended
@@ -30,6 +31,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     turn: int
     group: str
     intended_s: float
+    repeat: int = 0
     status: Status = "unfinished"
     error: str = ""
     http_status: int = 0
@@ -75,6 +77,7 @@ class _Line(msgspec.Struct, kw_only=True):
     """A line of `requests.jsonl`."""
 
     arm: str
+    repeat: int
     id: str
     session: str
     turn: int
@@ -101,11 +104,16 @@ class _Line(msgspec.Struct, kw_only=True):
     text: str
 
 
-def outcome_line(outcome: Outcome) -> bytes:
-    """The outcome as a line of `requests.jsonl`: its fields, and the times derived from them."""
+def line_fields(outcome: Outcome) -> dict[str, object]:
+    """The outcome's fields and the times derived from them, as `requests.jsonl` has them."""
     fields = {name: getattr(outcome, name, None) for name in _Line.__struct_fields__}
     fields["itl_max_ms"] = max(outcome.itl_ms, default=None)
-    return msgspec.json.encode(msgspec.convert(fields, _Line)) + b"\n"
+    return fields
+
+
+def outcome_line(outcome: Outcome) -> bytes:
+    """The outcome as a line of `requests.jsonl`."""
+    return msgspec.json.encode(msgspec.convert(line_fields(outcome), _Line)) + b"\n"
 
 
 def _between_ms(start_s: float | None, end_s: float | None) -> float | None:

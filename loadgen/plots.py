@@ -19,6 +19,8 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 22, 12, 42
 COLOURS = 8
 """Arms beyond these begin again with the first colour."""
 
+CURVE_STEPS = 600
+
 
 class Axis(NamedTuple):
     """A scale from data to the unit interval, with its ticks in data units."""
@@ -72,57 +74,27 @@ def cumulative(arms: Mapping[str, Sequence[float]], label: str) -> str:
     """Share of requests (y) that took at most so long (x), a step line for each arm."""
     axis = latency_axis([value for values in arms.values() for value in values])
     parts = [
-        _grid_x(axis, duration, label),
-        _grid_y(linear_axis(1.0), lambda v: f"{v * 100:.0f} %"),
+        grid_x(axis, duration, label),
+        grid_y(linear_axis(1.0), lambda v: f"{v * 100:.0f} %"),
     ]
     for index, (name, values) in enumerate(arms.items()):
         path: list[str] = []
         share = 0.0
-        for rank, value in enumerate(sorted(values), start=1):
-            x = _x(axis.place(value))
-            path.append(f"{'L' if path else 'M'}{x:.1f} {_y(share):.1f}")
-            share = rank / len(values)
-            path.append(f"L{x:.1f} {_y(share):.1f}")
+        ordered = sorted(values)
+        # Each step is a request, or several where there are more than can be seen.
+        stride = max(1, len(ordered) // CURVE_STEPS)
+        for rank in range(stride, len(ordered) + stride, stride):
+            at = min(rank, len(ordered))
+            x = x_at(axis.place(ordered[at - 1]))
+            path.append(f"{'L' if path else 'M'}{x:.1f} {y_at(share):.1f}")
+            share = at / len(ordered)
+            path.append(f"L{x:.1f} {y_at(share):.1f}")
         if path:
-            path.append(f"L{_x(1):.1f} {_y(1):.1f}")
+            path.append(f"L{x_at(1):.1f} {y_at(1):.1f}")
             parts.append(
-                f'<path class="line {_class(index)}" d="{"".join(path)}">{_title(name)}</path>'
+                f'<path class="line {arm_class(index)}" d="{"".join(path)}">{title(name)}</path>'
             )
-    return _svg(parts, f"Cumulative distribution of {label}")
-
-
-def over_time(arms: Mapping[str, Sequence[tuple[float, float]]], label: str) -> str:
-    """Points of `(seconds, ms)` for each arm, with a running median."""
-    everything = [point for points in arms.values() for point in points]
-    time_axis = linear_axis(max((seconds for seconds, _ in everything), default=1.0))
-    axis = latency_axis([value for _, value in everything])
-    parts = [
-        _grid_x(time_axis, lambda v: f"{v:g} s", "intended send time"),
-        _grid_y(axis, duration),
-    ]
-    for index, (name, points) in enumerate(arms.items()):
-        ordered = sorted(points)
-        for seconds, value in ordered:
-            x, y = _x(time_axis.place(seconds)), _y(axis.place(value))
-            parts.append(
-                f'<circle class="dot {_class(index)}" cx="{x:.1f}" cy="{y:.1f}" r="2.6">'
-                f"{_title(f'{name}: {duration(round(value))} at {seconds:.1f} s')}</circle>"
-            )
-        reach = max(2, len(ordered) // 16)
-        medians = [
-            float(np.median([v for _, v in ordered[max(0, i - reach) : i + reach + 1]]))
-            for i in range(len(ordered))
-        ]
-        line = " ".join(
-            f"{_x(time_axis.place(seconds)):.1f},{_y(axis.place(median)):.1f}"
-            for (seconds, _), median in zip(ordered, medians, strict=True)
-        )
-        if len(ordered) > 1:
-            parts.append(
-                f'<polyline class="line {_class(index)}" points="{line}">'
-                f"{_title(f'{name}: running median')}</polyline>"
-            )
-    return _svg(parts, f"{label} over time")
+    return svg(parts, f"Cumulative distribution of {label}")
 
 
 def ratio_bars(arms: Mapping[str, float | None], ideal: float | None) -> str:
@@ -135,15 +107,15 @@ def ratio_bars(arms: Mapping[str, float | None], ideal: float | None) -> str:
         return left + axis.place(share) * (WIDTH - left - RIGHT)
 
     bottom = height - BOTTOM
-    parts = [_ticks_below(axis, x, bottom, lambda v: f"{v * 100:.0f} %", "cached / prompt tokens")]
+    parts = [ticks_below(axis, x, bottom, lambda v: f"{v * 100:.0f} %", "cached / prompt tokens")]
     for index, (name, share) in enumerate(arms.items()):
         y = TOP + index * (bar + gap) + gap / 2
-        parts.append(_row_name(name, left, y + bar / 2))
+        parts.append(row_name(name, left, y + bar / 2))
         told = "no usage" if share is None else f"{100 * share:.1f} %"
         value = share or 0.0
         parts.append(
-            f'<rect class="bar {_class(index)}" x="{left}" y="{y:.1f}" rx="2" '
-            f'width="{x(value) - left:.1f}" height="{bar}">{_title(f"{name}: {told}")}</rect>'
+            f'<rect class="bar {arm_class(index)}" x="{left}" y="{y:.1f}" rx="2" '
+            f'width="{x(value) - left:.1f}" height="{bar}">{title(f"{name}: {told}")}</rect>'
         )
         inside = value > 0.75
         style, anchor, shift = ("value inside", "end", -6) if inside else ("value", "start", 6)
@@ -154,9 +126,9 @@ def ratio_bars(arms: Mapping[str, float | None], ideal: float | None) -> str:
     if ideal is not None:
         parts.append(
             f'<line class="ideal" x1="{x(ideal):.1f}" x2="{x(ideal):.1f}" y1="{TOP}" '
-            f'y2="{bottom}">{_title(f"infinite cache: about {100 * ideal:.1f} %")}</line>'
+            f'y2="{bottom}">{title(f"infinite cache: about {100 * ideal:.1f} %")}</line>'
         )
-    return _svg(parts, "Cached-token ratio", height)
+    return svg(parts, "Cached-token ratio", height)
 
 
 def work_bars(arms: Mapping[str, Sequence[WorkerWork]]) -> str:
@@ -172,7 +144,7 @@ def work_bars(arms: Mapping[str, Sequence[WorkerWork]]) -> str:
         return left + axis.place(tokens) * (WIDTH - left - RIGHT)
 
     bottom = height - BOTTOM
-    parts = [_ticks_below(axis, x, bottom, _thousands, "prompt tokens")]
+    parts = [ticks_below(axis, x, bottom, thousands, "prompt tokens")]
     y = float(TOP)
     last = -1
     for index, name, share in rows:
@@ -183,47 +155,47 @@ def work_bars(arms: Mapping[str, Sequence[WorkerWork]]) -> str:
         end = x(share.computed_tokens + share.cached_tokens)
         told = f"{name}, {share.worker}: {share.requests} requests, "
         parts += [
-            _row_name(share.worker, left, y + bar / 2),
-            f'<rect class="bar {_class(index)}" x="{left}" y="{y:.1f}" height="{bar}" '
-            f'width="{middle - left:.1f}">{_title(f"{told}{share.computed_tokens:,} computed")}'
+            row_name(share.worker, left, y + bar / 2),
+            f'<rect class="bar {arm_class(index)}" x="{left}" y="{y:.1f}" height="{bar}" '
+            f'width="{middle - left:.1f}">{title(f"{told}{share.computed_tokens:,} computed")}'
             "</rect>",
-            f'<rect class="bar pale {_class(index)}" x="{middle:.1f}" y="{y:.1f}" '
+            f'<rect class="bar pale {arm_class(index)}" x="{middle:.1f}" y="{y:.1f}" '
             f'height="{bar}" width="{end - middle:.1f}">'
-            f"{_title(f'{told}{share.cached_tokens:,} reused')}</rect>",
+            f"{title(f'{told}{share.cached_tokens:,} reused')}</rect>",
         ]
         y += bar + gap
-    return _svg(parts, "Work per worker", height)
+    return svg(parts, "Work per worker", height)
 
 
-def _x(share: float) -> float:
+def x_at(share: float) -> float:
     return LEFT + min(max(share, 0.0), 1.0) * (WIDTH - LEFT - RIGHT)
 
 
-def _y(share: float) -> float:
+def y_at(share: float) -> float:
     return HEIGHT - BOTTOM - min(max(share, 0.0), 1.0) * (HEIGHT - BOTTOM - TOP)
 
 
-def _class(index: int) -> str:
+def arm_class(index: int) -> str:
     return f"arm{index % COLOURS}"
 
 
-def _title(text: str) -> str:
+def title(text: str) -> str:
     return f"<title>{escape(text)}</title>"
 
 
-def _thousands(tokens: float) -> str:
+def thousands(tokens: float) -> str:
     return f"{tokens / 1000:g}k" if tokens >= 1000 else f"{tokens:g}"
 
 
-def _row_name(name: str, left: float, y: float) -> str:
+def row_name(name: str, left: float, y: float) -> str:
     short = name if len(name) <= 18 else f"{name[:8]}…{name[-8:]}"
     return (
         f'<text class="row" x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">'
-        f"{escape(short)}{_title(name)}</text>"
+        f"{escape(short)}{title(name)}</text>"
     )
 
 
-def _ticks_below(
+def ticks_below(
     axis: Axis, x: Callable[[float], float], bottom: float, form: Callable[[float], str], label: str
 ) -> str:
     lines = [
@@ -240,20 +212,20 @@ def _ticks_below(
     return "".join(lines)
 
 
-def _grid_x(axis: Axis, form: Callable[[float], str], label: str) -> str:
-    return _ticks_below(axis, lambda tick: _x(axis.place(tick)), HEIGHT - BOTTOM, form, label)
+def grid_x(axis: Axis, form: Callable[[float], str], label: str) -> str:
+    return ticks_below(axis, lambda tick: x_at(axis.place(tick)), HEIGHT - BOTTOM, form, label)
 
 
-def _grid_y(axis: Axis, form: Callable[[float], str]) -> str:
+def grid_y(axis: Axis, form: Callable[[float], str]) -> str:
     return "".join(
-        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{_y(axis.place(tick)):.1f}" '
-        f'y2="{_y(axis.place(tick)):.1f}"/><text class="tick" x="{LEFT - 6}" '
-        f'y="{_y(axis.place(tick)) + 4:.1f}" text-anchor="end">{form(tick)}</text>'
+        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y_at(axis.place(tick)):.1f}" '
+        f'y2="{y_at(axis.place(tick)):.1f}"/><text class="tick" x="{LEFT - 6}" '
+        f'y="{y_at(axis.place(tick)) + 4:.1f}" text-anchor="end">{form(tick)}</text>'
         for tick in axis.ticks
     )
 
 
-def _svg(parts: Sequence[str], label: str, height: float = HEIGHT) -> str:
+def svg(parts: Sequence[str], label: str, height: float = HEIGHT) -> str:
     return (
         f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label)}">'
         f"{''.join(parts)}</svg>"

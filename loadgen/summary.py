@@ -7,26 +7,9 @@ import msgspec
 from loadgen.ideal import Ideal
 from loadgen.measures import ArmMeasures, Slo
 from loadgen.paired import Paired
-from loadgen.workloads import SharedPrefix
+from loadgen.plan import RequestSource
 
 SUMMARY_VERSION = 1
-
-
-class RequestSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the requests came from.
-
-    file          the request file that was replayed
-    sha256        of its bytes
-    offered_rate  requests a second, by its intended times
-    workload      its parameters where it was made for this run, None where it was given
-    """
-
-    file: str
-    sha256: str
-    requests: int
-    offered_rate: float
-    seed: int
-    workload: SharedPrefix | None
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,8 +23,11 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of `loadgen run` or `loadgen compare`; times in milliseconds.
 
-    arms      by policy, in the order they ran; the first is the base of `paired`
+    repeats   how often every arm was replayed
+    max_concurrency   bound of a closed loop; None is an open loop
+    arms      by policy, in the order they ran first; the first is the base of `paired`
     paired    the other arms against the first
+    verdicts  one sentence an arm of `paired`
     ideal     bound on the cached-token ratio, None where no answer told its tokens
     emulated  whether any worker is an emulated accelerator: then times are a model's
     """
@@ -58,6 +44,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ideal: Ideal | None
     valid: bool
     reasons: list[str]
+    repeats: int = 1
+    max_concurrency: int | None = None
+    verdicts: list[str] = msgspec.field(default_factory=list)
     version: int = SUMMARY_VERSION
 
 

@@ -8,16 +8,18 @@ from typing import NamedTuple
 
 from loadgen.admin import FleetView
 from loadgen.measures import spread
+from loadgen.observer import Observations
 from loadgen.outcomes import Outcome
 
 
 class ArmEvidence(NamedTuple):
-    """What was seen around one arm.
+    """What was seen around one replay of one arm.
 
     policy    the gateway's name for the arm's policy
     before    the fleet after the flush, right before the first request
     after     the fleet after the last request, once quiet (or when waiting for that ended)
     flushed   whether caches were flushed before it
+    seen      the gateway while it was replayed
     """
 
     policy: str
@@ -25,22 +27,53 @@ class ArmEvidence(NamedTuple):
     before: FleetView
     after: FleetView
     flushed: bool
+    seen: Observations
 
 
-def reasons(arms: Mapping[str, ArmEvidence], requests: int, max_client_lag_ms: float) -> list[str]:
+def reasons(
+    arms: Mapping[str, Sequence[ArmEvidence]], requests: int, max_client_lag_ms: float
+) -> list[str]:
     """Why the run is invalid; empty where it is valid.
 
+    arms                the repeats of each arm, by policy
     requests            how many the request file holds
     max_client_lag_ms   bound on the 99th percentile of sent − intended
     """
     found = []
-    for name, arm in arms.items():
-        found += [f"{name}: {text}" for text in _arm_reasons(arm, requests, max_client_lag_ms)]
-    counts = {name: len(arm.outcomes) for name, arm in arms.items()}
-    if len(set(counts.values())) > 1:
-        listed = ", ".join(f"{name} {count}" for name, count in counts.items())
-        found.append(f"the arms are of unequal size: {listed} requests")
+    for name, repeats in arms.items():
+        for number, arm in enumerate(repeats, start=1):
+            label = name if len(repeats) == 1 else f"{name}, repeat {number}"
+            found += [f"{label}: {text}" for text in _arm_reasons(arm, requests, max_client_lag_ms)]
+    return found + _unequal(arms)
+
+
+def _unequal(arms: Mapping[str, Sequence[ArmEvidence]]) -> list[str]:
+    """What differs between arms that should differ in their policy alone."""
+    found = []
+    for what, sizes in (
+        ("requests", {name: sum(len(a.outcomes) for a in r) for name, r in arms.items()}),
+        ("repeats", {name: len(repeats) for name, repeats in arms.items()}),
+        ("workers", {name: _workers(repeats) for name, repeats in arms.items()}),
+    ):
+        if len(set(sizes.values())) > 1:
+            listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            found.append(f"the arms are of unequal size: {listed} {what}")
+    tokens: dict[str, set[int]] = {}
+    for repeats in arms.values():
+        for arm in repeats:
+            for outcome in arm.outcomes:
+                if outcome.prompt_tokens is not None:
+                    tokens.setdefault(outcome.id, set()).add(outcome.prompt_tokens)
+    changed = sum(len(counts) > 1 for counts in tokens.values())
+    if changed:
+        found.append(f"{changed} prompts had other token counts from one replay to another")
     return found
+
+
+def _workers(repeats: Sequence[ArmEvidence]) -> str:
+    """How many workers the replays of an arm had, such as "4" or "3 to 4"."""
+    counts = sorted({len(arm.before.workers) for arm in repeats})
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
 
 def _arm_reasons(arm: ArmEvidence, requests: int, max_client_lag_ms: float) -> list[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from loadgen.measures import ArmMeasures
+from loadgen.arrivals import Arrivals
+from loadgen.ideal import Ideal
+from loadgen.measures import ArmMeasures, Slo
 from loadgen.paired import Difference, Paired
 from loadgen.summary import Summary
 
@@ -13,7 +15,7 @@ COLUMNS = (
     "policy",
     "requests",
     "errors",
-    "cached tokens",
+    "cached / ideal",
     "TTFT mean ms",
     "p50",
     "p90",
@@ -25,13 +27,13 @@ COLUMNS = (
 )
 
 
-def cells(policy: str, arm: ArmMeasures) -> list[str]:
+def cells(policy: str, arm: ArmMeasures, ideal: Ideal | None) -> list[str]:
     """One row of the table, in the order of `COLUMNS`."""
     return [
         policy,
         str(arm.requests),
         str(arm.errors),
-        percent(arm.cached_token_ratio),
+        hits(arm, ideal),
         milliseconds(arm.ttft_ms.mean),
         milliseconds(arm.ttft_ms.p50),
         milliseconds(arm.ttft_ms.p90),
@@ -41,6 +43,13 @@ def cells(policy: str, arm: ArmMeasures) -> list[str]:
         number(arm.goodput),
         number(arm.imbalance),
     ]
+
+
+def hits(arm: ArmMeasures, ideal: Ideal | None) -> str:
+    """The cached-token ratio beside that of an infinite cache, such as "40.5 / 71.3 %"."""
+    if arm.cached_token_ratio is None or ideal is None:
+        return percent(arm.cached_token_ratio)
+    return f"{100 * arm.cached_token_ratio:.1f} / {percent(ideal.cached_token_ratio)}"
 
 
 def milliseconds(value: float | None) -> str:
@@ -70,6 +79,48 @@ def ratio_line(policy: str, paired: Paired) -> str:
     ]
     told = "; ".join(part for part in parts if part) or "nothing to compare"
     return f"{policy} against {paired.against}, {paired.pairs} pairs: {told}"
+
+
+def load_lines(summary: Summary) -> list[str]:
+    """How the requests were sent and what has to be known of that, in sentences."""
+    lines = []
+    if summary.max_concurrency is not None:
+        lines.append(
+            f"closed loop, at most {summary.max_concurrency} requests at a time: a slow gateway "
+            "is asked less, queueing is hidden, and times count from the send"
+        )
+    if summary.emulated:
+        lines.append("emulated accelerators: times follow a cost model")
+    if summary.paired and summary.repeats == 1:
+        lines.append(
+            "one repeat: the intervals do not know how much replays differ; --repeats 3 tells"
+        )
+    return lines + summary.source.notes
+
+
+def arrivals_text(arrivals: Arrivals | None) -> str:
+    """Such as "Poisson, 2 a second"."""
+    if arrivals is None:
+        return "as the file says"
+    shape = {1.0: "Poisson", float("inf"): "constant gaps"}.get(
+        arrivals.burstiness, f"gamma, burstiness {arrivals.burstiness:g}"
+    )
+    if arrivals.ramp_up_strategy is not None:
+        return (
+            f"{shape}, {arrivals.ramp_up_strategy} ramp from {arrivals.ramp_up_start_rps:g} to "
+            f"{arrivals.ramp_up_end_rps:g} a second"
+        )
+    if arrivals.request_rate == float("inf"):
+        return "all at once"
+    return f"{shape}, {arrivals.request_rate:g} a second"
+
+
+def slo_text(slo: Slo) -> str:
+    """Such as "TTFT 2,000 ms, TPOT 100 ms"; "" where there is no bound."""
+    bounds = {"TTFT": slo.ttft_ms, "TPOT": slo.tpot_ms, "E2E": slo.e2e_ms}
+    return ", ".join(
+        f"{name} {milliseconds(bound)} ms" for name, bound in bounds.items() if bound is not None
+    )
 
 
 def size_line(summary: Summary) -> str | None:

@@ -59,12 +59,17 @@ class FakeGateway:
         self.bodies: list[tuple[str, bytes]] = []
         self.policies_set: list[str] = []
         self.flushes = 0
+        self.probes = 0
+        self.tokens_per_word = 1
+        self.explained = 0
+        self.no_explanations = False
         self.behave: Behaviour = whole_answer
         self._turn = itertools.count()
 
     def route(self, body: dict) -> tuple[str, int, int]:
         """Worker, prompt tokens and reused tokens, by the policy now."""
-        texts = [f"{m['role']} {m['content']}" for m in body["messages"]]
+        messages = body.get("messages") or [{"role": "text", "content": body["prompt"]}]
+        texts = [f"{m['role']} {m['content']}" for m in messages]
         prefixes = ["\n".join(texts[: i + 1]) for i in range(len(texts))]
 
         def hit(worker: str) -> int:
@@ -100,6 +105,8 @@ class FakeGateway:
         app.add_routes(
             [
                 web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", self._chat),
+                web.post("/admin/explain", self._explain),
                 web.get("/v1/models", self._models),
                 web.get("/admin/policy", self._policy),
                 web.post("/admin/policy", self._set_policy),
@@ -112,9 +119,32 @@ class FakeGateway:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         data = await request.read()
         self.keys.append(request.headers.get("Authorization", ""))
+        body = msgspec.json.decode(data)
+        if not body.get("stream"):  # a probe of how many tokens a text has
+            self.probes += 1
+            words = len(body["messages"][-1]["content"].split())
+            return web.json_response({"usage": {"prompt_tokens": self.tokens_per_word * words + 7}})
         self.bodies.append((self.policy, data))
         self.requests_total += 1
-        return await self.behave(self, request, msgspec.json.decode(data))
+        return await self.behave(self, request, body)
+
+    async def _explain(self, request: web.Request) -> web.Response:
+        self.explained += 1
+        if self.no_explanations:
+            return web.json_response({"error": {"message": "no such path"}}, status=404)
+        workers = [
+            {
+                "worker": worker,
+                "hit_tokens": 3,
+                "new_tokens": 9,
+                "cost": 9.0,
+                "chosen": worker == "w0",
+            }
+            for worker in self.caches
+        ]
+        return web.json_response(
+            {"policy": self.policy, "because": "w0 is chosen: a <test>", "workers": workers}
+        )
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "fake-model"}]})

@@ -3,15 +3,13 @@ import json
 
 import pytest
 
+from loadgen import wording
 from loadgen.admin import AdminError
-from loadgen.compare import (
-    CompareOptions,
-    OptionError,
-    RunOptions,
-    compare_arms,
-    run_arm,
-)
+from loadgen.arm import OptionError
+from loadgen.arrivals import Arrivals
+from loadgen.compare import CompareOptions, RunOptions, compare_arms, run_arm
 from loadgen.measures import Slo
+from loadgen.plan import Load, TraceSource
 from loadgen.requests import digest
 from loadgen.workloads import SharedPrefix
 from tests.loadgen.fake_gateway import FakeGateway, chunk, serving, whole_answer
@@ -24,8 +22,7 @@ def options(url, kind=CompareOptions, **changes):
     # The bound on client lag is wide: a test machine may be busy, and lag has its own tests.
     fields = {
         "url": url,
-        "workload": SMALL,
-        "request_rate": 100.0,
+        "load": Load(workload=SMALL, arrivals=Arrivals(request_rate=100.0)),
         "num_warmups": 2,
         "quiet_timeout_s": 0.3,
         "max_client_lag_ms": 30_000.0,
@@ -49,7 +46,7 @@ async def test_two_policies_on_the_same_bytes(tmp_path):
     assert arms["locality"].cached_token_ratio > arms["round_robin"].cached_token_ratio
     assert summary.paired["round_robin"].against == "locality"
     assert summary.paired["round_robin"].pairs == REQUESTS
-    assert summary.paired["round_robin"].cached_token_ratio.high < 0
+    assert summary.paired["round_robin"].cached_token_ratio.difference < 0
     assert arms["locality"].cached_token_ratio <= summary.ideal.cached_token_ratio + 0.02
 
     counted = gateway.bodies[2:14], gateway.bodies[16:28]
@@ -81,7 +78,7 @@ async def test_a_request_file_is_replayed_as_it_is(tmp_path):
         before = list(gateway.bodies)
         gateway.bodies.clear()
         second = await run_arm(
-            options(url, RunOptions, requests=tmp_path / "workload.jsonl", seed=99)
+            options(url, RunOptions, load=Load(requests=tmp_path / "workload.jsonl", seed=99))
         )
     assert first.source.sha256 == second.source.sha256
     assert sorted(gateway.bodies) == sorted(before)
@@ -219,3 +216,117 @@ async def test_an_empty_fleet_is_told():
     async with serving(FakeGateway(workers=0)) as url:
         with pytest.raises(AdminError, match="no workers"):
             await run_arm(options(url, RunOptions))
+
+
+async def test_repeats_are_interleaved_cold_and_pooled(tmp_path):
+    gateway = FakeGateway()
+    async with serving(gateway) as url:
+        summary = await compare_arms(options(url, repeats=3, num_warmups=0, out=tmp_path))
+    assert summary.valid, summary.reasons
+    assert gateway.flushes == 6
+    ran = [policy for policy, _ in gateway.bodies[::REQUESTS]]
+    assert ran == [
+        "round_robin", "locality", "locality", "round_robin", "round_robin", "locality",
+    ]  # fmt: skip
+    bodies = {name: [body for policy, body in gateway.bodies if policy == name] for name in ran}
+    assert sorted(bodies["locality"]) == sorted(bodies["round_robin"])
+    arm = summary.arms["locality"]
+    assert arm.requests == 3 * REQUESTS
+    assert len(arm.repeats) == 3
+    assert summary.paired["locality"].pairs == 3 * REQUESTS
+    lines = (tmp_path / "arms.csv").read_text().splitlines()
+    assert [line.split(",")[:2] for line in lines[1:]] == [
+        [policy, repeat]
+        for policy in ("round_robin", "locality")
+        for repeat in ("all", "1", "2", "3")
+    ]
+    assert "Each repeat" in (tmp_path / "report.html").read_text()
+
+
+async def test_a_closed_loop_keeps_its_bound_and_says_so(tmp_path):
+    gateway = FakeGateway()
+    running, most = 0, 0
+    full = asyncio.Event()
+
+    async def behave(gateway, request, body):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        if most == 3:
+            full.set()
+        await full.wait()
+        response = await whole_answer(gateway, request, body)
+        running -= 1
+        return response
+
+    gateway.behave = behave
+    load = Load(workload=SMALL, arrivals=Arrivals(request_rate=float("inf")))
+    async with serving(gateway) as url:
+        summary = await run_arm(
+            options(url, RunOptions, load=load, max_concurrency=3, out=tmp_path)
+        )
+    assert most == 3
+    assert summary.valid, summary.reasons
+    assert summary.max_concurrency == 3
+    assert "closed loop, at most 3" in wording.load_lines(summary)[0]
+    assert "<strong>closed loop</strong>" in (tmp_path / "report.html").read_text()
+
+
+MOONCAKE = [
+    {"timestamp": 0, "input_length": 40, "output_length": 2, "hash_ids": [5]},
+    {"timestamp": 20, "input_length": 600, "output_length": 2, "hash_ids": [5, 9]},
+]
+
+
+async def test_a_trace_becomes_completions_of_its_blocks(tmp_path):
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in MOONCAKE))
+    gateway = FakeGateway()
+    gateway.tokens_per_word = 4
+    source = TraceSource(files=(str(tmp_path / "t.jsonl"),), format="mooncake")
+    async with serving(gateway) as url:
+        summary = await run_arm(
+            options(url, RunOptions, load=Load(trace=source), out=tmp_path / "out")
+        )
+    assert summary.valid, summary.reasons
+    assert gateway.probes == 2
+    assert any("4 tokens each" in note for note in summary.source.notes)
+    one, other = sorted(
+        (json.loads(body) for _, body in gateway.bodies), key=lambda body: len(body["prompt"])
+    )
+    assert one["max_tokens"] == 2
+    assert one["ignore_eos"] is True
+    assert len(one["prompt"].split()) == 10, "40 tokens at 4 a word"
+    assert len(other["prompt"].split()) == 150
+    assert other["prompt"].startswith(one["prompt"])
+    assert summary.source.trace == source
+    report = (tmp_path / "out" / "report.html").read_text()
+    assert "format mooncake" in report
+
+
+async def test_explanations_that_fail_do_not_harm_the_run(tmp_path):
+    gateway = FakeGateway()
+    gateway.no_explanations = True
+    async with serving(gateway) as url:
+        summary = await run_arm(options(url, RunOptions, out=tmp_path))
+    assert summary.valid, summary.reasons
+    assert gateway.explained == 1
+    assert (tmp_path / "load.csv").read_text().count("\n") > 2
+
+
+async def test_nothing_is_looked_at_where_that_is_asked_for(tmp_path):
+    gateway = FakeGateway()
+    async with serving(gateway) as url:
+        await run_arm(
+            options(url, RunOptions, out=tmp_path, explain_rate=0.0, sample_interval_s=0.0)
+        )
+    assert gateway.explained == 0
+    assert (tmp_path / "load.csv").read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [({"repeats": 0}, "repeats"), ({"max_concurrency": 0}, "max_concurrency")],
+)
+async def test_impossible_options_are_named(wrong, said):
+    with pytest.raises(OptionError, match=said):
+        await compare_arms(options("http://127.0.0.1:1", **wrong))

@@ -126,7 +126,7 @@ def test_imbalance_is_one_when_even_and_n_when_all_is_on_one():
 
 
 def test_a_constant_difference_has_an_interval_of_no_width():
-    found = difference([(10.0, 1.0), (20.0, 1.0)], [(15.0, 1.0), (25.0, 1.0)], seed=0)
+    found = difference([([(10.0, 1.0), (20.0, 1.0)], [(15.0, 1.0), (25.0, 1.0)])], seed=0)
     assert (found.base, found.arm, found.difference) == (15.0, 20.0, 5.0)
     assert found.low == pytest.approx(5.0)
     assert found.high == pytest.approx(5.0)
@@ -136,19 +136,19 @@ def test_a_constant_difference_has_an_interval_of_no_width():
 def test_the_interval_covers_the_difference_as_normal_theory_says():
     base = [(float(i % 10), 1.0) for i in range(400)]
     arm = [(float(i % 10) + (i % 4), 1.0) for i in range(400)]
-    found = difference(base, arm, seed=3)
+    found = difference([(base, arm)], seed=3)
     # Differences 0..3, evenly: mean 1.5, standard deviation 1.118, n = 400.
     half = 1.96 * 1.118 / 20
     assert found.difference == pytest.approx(1.5)
     assert found.low == pytest.approx(1.5 - half, abs=0.02)
     assert found.high == pytest.approx(1.5 + half, abs=0.02)
-    assert found == difference(base, arm, seed=3)
+    assert found == difference([(base, arm)], seed=3)
 
 
 def test_pairs_are_requests_that_ended_well_in_both_arms():
     base = [outcome("a"), outcome("b", status="failed"), outcome("c")]
     arm = [outcome("a", first_token_s=1.25), outcome("b"), outcome("d")]
-    found = pair("base", base, arm, seed=0)
+    found = pair("base", [base], [arm], Slo(), seed=0)
     assert found.pairs == 1
     assert found.ttft_ms.ratio == pytest.approx(0.5)
     assert found.cached_token_ratio.difference == 0

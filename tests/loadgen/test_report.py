@@ -4,8 +4,11 @@ from html.parser import HTMLParser
 import msgspec
 import pytest
 
+from loadgen.arrivals import Arrivals
 from loadgen.compare import CompareOptions, compare_arms
-from loadgen.plots import cumulative, linear_axis, log_axis, over_time, ratio_bars, work_bars
+from loadgen.plan import Load
+from loadgen.plots import cumulative, linear_axis, log_axis, ratio_bars, work_bars
+from loadgen.plots_time import hits_over_time, load_over_time, over_time
 from loadgen.report import question
 from loadgen.requests import Request
 from loadgen.workloads import SharedPrefix
@@ -51,7 +54,10 @@ async def page(tmp_path):
     async with serving(gateway) as url:
         await compare_arms(
             CompareOptions(
-                url=url, workload=workload, request_rate=200.0, out=tmp_path, max_client_lag_ms=0.0
+                url=url,
+                load=Load(workload=workload, arrivals=Arrivals(request_rate=200.0)),
+                out=tmp_path,
+                max_client_lag_ms=0.0,
             )
         )
     return (tmp_path / "report.html").read_text()
@@ -76,6 +82,7 @@ async def test_the_report_needs_no_network_and_no_script(page):
 async def test_the_report_escapes_what_the_model_said(page):
     assert "<script>" not in page
     assert "&lt;script&gt;alert(" in page
+    assert "w0 is chosen: a &lt;test&gt;" in page
 
 
 async def test_the_report_says_that_it_is_invalid_and_why(page):
@@ -83,8 +90,20 @@ async def test_the_report_says_that_it_is_invalid_and_why(page):
     assert "the client lagged" in page
 
 
-async def test_the_report_has_its_four_plots_and_both_themes(page):
-    assert page.count("<svg") == 4
+async def test_the_report_has_its_plots_and_both_themes(page):
+    labels = set(re.findall(r'aria-label="([^"]+)"', page))
+    assert labels == {
+        "Cumulative distribution of time to first token",
+        "Cumulative distribution of time per output token",
+        "Time to first token over time",
+        "Hits over time",
+        "Cached-token ratio",
+        "Work per worker",
+        "round_robin: requests",
+        "round_robin: pending prefill tokens",
+        "locality: requests",
+        "locality: pending prefill tokens",
+    }
     assert "prefers-color-scheme: dark" in page
     for policy in ("round_robin", "locality"):
         assert f"<td>{policy}" in page or f"</span> {policy}</td>" in page
@@ -96,6 +115,8 @@ def test_names_are_escaped_in_plots():
         over_time({EVIL: [(0.0, 1.0), (1.0, 2.0)]}, EVIL),
         ratio_bars({EVIL: 0.5}, 0.9),
         work_bars({EVIL: []}),
+        hits_over_time({EVIL: [(0.0, 5, 1), (1.0, 5, 2), (2.0, 5, 4)]}),
+        load_over_time({EVIL: [(0.0, 1.0), (1.0, 2.0)]}, 2.0, EVIL),
     ):
         assert "<script>" not in drawing
         assert "<b>" not in drawing
@@ -104,6 +125,8 @@ def test_names_are_escaped_in_plots():
 def test_plots_of_nothing_are_drawn():
     assert cumulative({"a": []}, "x").startswith("<svg")
     assert over_time({"a": []}, "x").startswith("<svg")
+    assert hits_over_time({"a": []}).startswith("<svg")
+    assert load_over_time({}, 0.0, "x").startswith("<svg")
     assert "no usage" in ratio_bars({"a": None}, None)
 
 
@@ -131,6 +154,27 @@ def test_a_curve_reaches_every_request():
     assert path is not None
     # Up by one half at each of the two values, then to the right edge.
     assert len(re.findall(r"[ML]", path[1])) == 5
+
+
+def test_large_runs_make_small_drawings():
+    many = [(i / 10, float(i % 977)) for i in range(50_000)]
+    drawings = (
+        cumulative({"a": [value for _, value in many]}, "x"),
+        over_time({"a": many}, "x"),
+        hits_over_time({"a": [(seconds, 100, 50) for seconds, _ in many]}),
+        load_over_time({"a": many}, 977.0, "x"),
+    )
+    assert all(len(drawing) < 250_000 for drawing in drawings)
+
+
+def test_hits_are_a_running_ratio_of_tokens():
+    drawing = hits_over_time({"a": [(float(i), 100, 0 if i < 50 else 100) for i in range(100)]})
+    line = re.search(r'points="([^"]+)"', drawing)
+    assert line is not None
+    heights = [float(point.split(",")[1]) for point in line[1].split()]
+    assert heights[0] == max(heights)
+    assert heights[-1] == min(heights)
+    assert heights == sorted(heights, reverse=True)
 
 
 @pytest.mark.parametrize(

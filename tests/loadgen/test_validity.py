@@ -1,6 +1,7 @@
 import pytest
 
 from loadgen.admin import BusView, FleetView, WorkerView
+from loadgen.observer import Observations
 from loadgen.validity import ArmEvidence, reasons
 from tests.loadgen.test_measures import outcome
 
@@ -17,12 +18,17 @@ def fleet(requests_total=0, epoch=1, **changes):
 def arm(outcomes=None, before=None, after=None, flushed=True, policy="locality"):
     outcomes = [outcome("a"), outcome("b")] if outcomes is None else outcomes
     return ArmEvidence(
-        policy, outcomes, before or fleet(10), after or fleet(10 + len(outcomes)), flushed
+        policy,
+        outcomes,
+        before or fleet(10),
+        after or fleet(10 + len(outcomes)),
+        flushed,
+        Observations(),
     )
 
 
 def found(evidence, requests=2):
-    return reasons({"locality": evidence}, requests, max_client_lag_ms=100)
+    return reasons({"locality": [evidence]}, requests, max_client_lag_ms=100)
 
 
 def test_a_clean_run_has_no_reasons():
@@ -83,5 +89,29 @@ def test_blocks_may_be_there_where_nothing_was_flushed():
 
 
 def test_arms_of_unequal_size_are_named():
-    arms = {"a": arm([outcome("a")]), "b": arm()}
+    arms = {"a": [arm([outcome("a")])], "b": [arm()]}
     assert "the arms are of unequal size: a 1, b 2 requests" in reasons(arms, 2, 100)
+
+
+def test_each_repeat_is_looked_at():
+    named = reasons({"x": [arm(), arm(before=fleet(10, in_flight=1))]}, 2, 100)
+    assert named == ["x, repeat 2: other requests were running at its begin"]
+
+
+def test_arms_with_unequal_repeats_or_fleets_are_named():
+    two_workers = FleetView(
+        requests_total=10, in_flight=0, workers=[WorkerView(worker="w0"), WorkerView(worker="w1")]
+    )
+    after = FleetView(requests_total=12, in_flight=0, workers=two_workers.workers)
+    named = reasons({"a": [arm(), arm()], "b": [arm(before=two_workers, after=after)]}, 2, 100)
+    assert named == [
+        "the arms are of unequal size: a 4, b 2 requests",
+        "the arms are of unequal size: a 2, b 1 repeats",
+        "the arms are of unequal size: a 1, b 2 workers",
+    ]
+
+
+def test_prompts_must_have_the_same_tokens_in_every_replay():
+    other = arm([outcome("a"), outcome("b", prompt_tokens=101)])
+    named = reasons({"a": [arm()], "b": [other]}, 2, 100)
+    assert named == ["1 prompts had other token counts from one replay to another"]

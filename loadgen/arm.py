@@ -1,0 +1,139 @@
+"""One arm on a live gateway, once: from cold, or from what the caches hold.
+
+set the policy, warm up, flush all caches, wait until quiet, read the gateway's request count,
+replay the file under observation, wait until quiet, read the count again
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from loadgen.admin import Admin, AdminError
+from loadgen.client import Client
+from loadgen.measures import Slo
+from loadgen.observer import Observations, observe
+from loadgen.plan import Load
+from loadgen.progress import Watcher
+from loadgen.requests import Request
+from loadgen.validity import ArmEvidence
+
+WARM_UP_POLICY = "round_robin"
+"""Reaches every worker, whatever the arm's policy would do."""
+
+
+class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What every live command has in common.
+
+    url                base URL of the gateway
+    load               what is sent, and when
+    model              name to ask for; "" takes the first that the gateway serves
+    slo                bounds that goodput counts by
+    max_concurrency    closed loop: at most so many requests at a time; None is open loop
+    num_warmups        requests before each flush that are not counted
+    timeout_s          a request that has not ended by then is unfinished
+    quiet_timeout_s    the gateway may take so long to become quiet around an arm
+    max_client_lag_ms  bound on the 99th percentile of sent − intended for a valid run
+    sample_interval_s  time between two looks at the workers' load; 0 for none
+    explain_rate       decisions a second that are asked for with their reasons; 0 for none
+    out                folder of the results; None writes none
+    """
+
+    url: str
+    load: Load = Load()
+    model: str = ""
+    slo: Slo = Slo()
+    max_concurrency: int | None = None
+    num_warmups: int = 4
+    timeout_s: float = 300.0
+    quiet_timeout_s: float = 60.0
+    max_client_lag_ms: float = 100.0
+    sample_interval_s: float = 0.5
+    explain_rate: float = 4.0
+    api_key: str = ""
+    admin_key: str = ""
+    out: Path | None = None
+
+    def check(self) -> None:
+        """Raises OptionError for what makes no run."""
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise OptionError(f"max_concurrency must be at least 1, got {self.max_concurrency}")
+        for name in ("sample_interval_s", "explain_rate"):
+            if getattr(self, name) < 0:
+                raise OptionError(f"{name} must not be negative, got {getattr(self, name)}")
+
+
+class OptionError(ValueError):
+    """Options that make no run. Its text says which."""
+
+
+async def warm_up(
+    options: ReplayOptions,
+    admin: Admin,
+    requests: Sequence[Request],
+    available: Sequence[str],
+    policy: str,
+) -> None:
+    """Let every worker do its first-time work. The flush that follows forgets the requests."""
+    if not options.num_warmups:
+        return
+    await admin.set_policy(WARM_UP_POLICY if WARM_UP_POLICY in available else policy)
+    at_once = [
+        msgspec.structs.replace(request, intended_at_s=0.0)
+        for request in requests[: options.num_warmups]
+    ]
+    await _client(options).replay(at_once, "warm-up")
+
+
+async def replay_arm(
+    options: ReplayOptions,
+    admin: Admin,
+    requests: Sequence[Request],
+    arm: str,
+    policy: str,
+    watcher: Watcher,
+    *,
+    flush: bool,
+    repeat: int = 0,
+) -> ArmEvidence:
+    """Replay the requests under the policy that the gateway has, whose name there is `policy`."""
+    label = arm if not repeat else f"{arm}, repeat {repeat + 1}"
+    watcher.phase(f"{label}: waiting until the gateway is quiet")
+    quiet_s = options.quiet_timeout_s
+    await admin.wait_for(lambda fleet: fleet.quiet, quiet_s)
+    if flush:
+        watcher.phase(f"{label}: flushing all caches")
+        await admin.flush()
+        await admin.wait_for(lambda fleet: fleet.quiet and fleet.blocks == 0, quiet_s)
+    before = await admin.fleet()
+    if not before.workers:
+        raise AdminError(f"{options.url} has no workers: wait until /ready answers 200")
+    watcher.arm(label, len(requests))
+    seen = Observations()
+    begin = asyncio.get_running_loop().time()
+    observing = asyncio.create_task(
+        observe(admin, requests, begin, options.sample_interval_s, options.explain_rate, seen)
+    )
+    try:
+        outcomes = await _client(options).replay(
+            requests,
+            arm,
+            watcher.ended,
+            repeat=repeat,
+            begin=begin,
+            max_concurrency=options.max_concurrency,
+        )
+    finally:
+        observing.cancel()
+        await asyncio.wait([observing])
+    if not observing.cancelled():
+        observing.result()
+    after = await admin.wait_for(lambda fleet: fleet.quiet, quiet_s) or await admin.fleet()
+    return ArmEvidence(policy, outcomes, before, after, flush, seen)
+
+
+def _client(options: ReplayOptions) -> Client:
+    return Client(options.url, options.api_key, options.timeout_s)

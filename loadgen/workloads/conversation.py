@@ -1,0 +1,123 @@
+"""What every workload is made of: conversations of turns, prompts of segments.
+
+Prompts are scripted, the assistant's turns in them included, so that every arm of a comparison
+sends the same bytes whatever the model answers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Literal, NamedTuple
+
+import msgspec
+
+Role = Literal["system", "user", "assistant"]
+
+
+class WorkloadError(ValueError):
+    """A workload that cannot be made. Its text names the parameter."""
+
+
+class Segment(NamedTuple):
+    """A piece of a prompt.
+
+    id      equal ids are equal contents, of which a shorter segment is the begin
+    tokens  its length; exact where the text is made from the id, else estimated
+    text    the content where it is given; "" has it made from the id (`loadgen.blocktext`)
+    """
+
+    role: Role
+    id: int
+    tokens: int
+    text: str = ""
+
+
+class Turn(NamedTuple):
+    """One request of a conversation.
+
+    prompt        the whole prompt, the history included
+    output_tokens tokens of the answer, or their bound where it may end earlier
+    think_time_s  least pause since the turn before was sent; 0 at the first turn
+    ignore_eos    whether the answer runs to `output_tokens` whatever the model says
+    """
+
+    prompt: tuple[Segment, ...]
+    output_tokens: int
+    think_time_s: float = 0.0
+    ignore_eos: bool = True
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the whole prompt; a chat template adds its own."""
+        return sum(segment.tokens for segment in self.prompt)
+
+
+class Conversation(NamedTuple):
+    """One user's conversation. Those of one group share a prefix."""
+
+    session: str
+    group: str
+    turns: list[Turn]
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
+    """Parameters of a workload; each subclass is one, and its `tag` is its name.
+
+    The same parameters and seed give the same conversations in every process.
+    """
+
+    paced: ClassVar[bool] = False
+    """Whether think times set the pace within a conversation and only its begin arrives by the
+    request rate. Else every turn arrives by the request rate."""
+
+    @abstractmethod
+    def conversations(self, seed: int) -> list[Conversation]:
+        """All of them. Raises WorkloadError for parameters that make no workload."""
+
+    def need(self, least: float, *names: str) -> None:
+        """Raises WorkloadError for a parameter that is below `least` or not finite."""
+        for name in names:
+            value = getattr(self, name)
+            if not least <= value < float("inf"):
+                raise WorkloadError(f"{name} must be at least {least:g}, got {value}")
+
+
+class Ids:
+    """Gives every content its own id."""
+
+    def __init__(self) -> None:
+        self._next = itertools.count()
+        self._of_text: dict[str, int] = {}
+
+    def new(self) -> int:
+        """An id that nothing had before."""
+        return next(self._next)
+
+    def of(self, text: str) -> int:
+        """The same id for the same text."""
+        if text not in self._of_text:
+            self._of_text[text] = self.new()
+        return self._of_text[text]
+
+
+def zipf_weights(count: int, exponent: float) -> list[float]:
+    """Popularity of ranks 1 to `count`: rank^−exponent; 0 makes all equally popular."""
+    return [rank**-exponent for rank in range(1, count + 1)]
+
+
+def draw(rng: random.Random, weights: Sequence[float], count: int) -> list[int]:
+    """`count` indices, in proportion to the weights."""
+    return rng.choices(range(len(weights)), weights=weights, k=count)
+
+
+def around(rng: random.Random, mean: int) -> int:
+    """A length between half and one and a half of the mean, evenly; at least 1."""
+    return max(1, round(mean * rng.uniform(0.5, 1.5)))
+
+
+def pause(rng: random.Random, mean_s: float) -> float:
+    """An exponentially distributed think time, 0 where the mean is."""
+    return rng.expovariate(1 / mean_s) if mean_s else 0.0
