@@ -26,6 +26,8 @@ from loadgen.measures import SloError
 from loadgen.progress import Bars
 from loadgen.report import REPORT_FILE
 from loadgen.requests import RequestFileError
+from loadgen.simulation.command import SimulateFlags
+from loadgen.simulation.run import simulate
 from loadgen.summary import Summary
 from loadgen.traces import TraceError
 from loadgen.workloads import WorkloadError
@@ -81,6 +83,15 @@ def run_command(
     folder = flags.folder("run")
     options = RunOptions(flush=flush, **flags.options(folder))
     _finish(lambda bars: run(options, bars), folder)
+
+
+@app.command("simulate")
+@with_flags(SimulateFlags)
+def simulate_command(flags: SimulateFlags, policies: Policies = BOTH_POLICIES) -> None:
+    """Replay requests through each policy in virtual time: no gateway, no workers, no waiting."""
+    folder = flags.folder()
+    options = flags.options(split_policies(policies), folder)
+    _finish(lambda bars: simulate(options, bars), folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -141,7 +152,7 @@ def _finish(work: Callable[[Bars], Summary], folder: Path) -> None:
         with Bars(errors) as bars:
             summary = work(bars)
     except KeyboardInterrupt:
-        errors.print("loadgen: interrupted; the gateway has its policy back", style="red")
+        errors.print("loadgen: interrupted; a gateway has its policy back", style="red")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     _tell(summary, folder)
     raise typer.Exit(EXIT_VALID if summary.valid else EXIT_INVALID)

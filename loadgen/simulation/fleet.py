@@ -12,6 +12,7 @@ import numpy as np
 
 from cluster.blocks import Namespace, join_hashes
 from cluster.protocol import RequestError, Sampling, WorkerCard
+from loadgen.observer import LoadSample
 from loadgen.outcomes import Outcome
 from loadgen.simulation.events import Clock
 from loadgen.simulation.prompts import Asked
@@ -131,6 +132,7 @@ class SimulatedFleet:
             self.router.on_room = self._look
         self._flights: dict[str, _InFlight] = {}
         self._on_ended: Callable[[Outcome], None] = _ignore
+        self._open = 0
         self.workers = {
             (card := self._card(number)).worker: self._worker(card)
             for number in range(options.workers)
@@ -166,8 +168,34 @@ class SimulatedFleet:
             outcomes.append(outcome)
             flight = _InFlight(request, outcome)
             self._clock.at(request.arrival_s + to_gateway_s, self._arrive, flight)
+        self._open = len(asked)
         self._clock.run()
         return outcomes
+
+    def sample_load(self, interval_s: float) -> list[LoadSample]:
+        """A list that fills while requests are replayed: every worker's load, as the router
+        believes it, each `interval_s`; 0 samples nothing."""
+        samples: list[LoadSample] = []
+        if interval_s > 0:
+            self._clock.at(0.0, self._sample, interval_s, samples)
+        return samples
+
+    def _sample(self, interval_s: float, samples: list[LoadSample]) -> None:
+        block_size, now = self._options.block_size, self._clock.now
+        for member in self.router.members():
+            load = self.router.load_of(member)
+            samples.append(
+                LoadSample(
+                    at_s=now,
+                    worker=member.card.worker,
+                    pending_prefill_tokens=load.pending_prefill_tokens,
+                    running=load.running,
+                    waiting=load.waiting,
+                    cached_tokens=self.router.index.count(member.slot) * block_size,
+                )
+            )
+        if self._open:
+            self._clock.at(now + interval_s, self._sample, interval_s, samples)
 
     def stats(self) -> dict[str, EngineStats]:
         """Each worker's counts."""
@@ -247,6 +275,7 @@ class SimulatedFleet:
         outcome.cached_tokens = outcome.hit_tokens = output.hit_tokens
         outcome.completion_tokens = len(tokens_s)
         outcome.itl_ms = (np.diff(tokens_s) * 1e3).tolist()
+        self._open -= 1
         self._on_ended(outcome)
 
     def _refused(self, request_id: str, error: RequestError) -> None:
@@ -259,6 +288,7 @@ class SimulatedFleet:
         outcome = flight.outcome
         outcome.status, outcome.http_status, outcome.error = "failed", status, reason
         outcome.end_s = self._clock.now + self._options.latency.to_client_s
+        self._open -= 1
         self._on_ended(outcome)
 
     # Set-up
