@@ -169,9 +169,7 @@ def derive(chip: Chip, model: Model) -> Profile:
     )
 
 
-H20 = Chip(
-    bandwidth=4.0 * TERA, flops=148 * TERA, attention_flops=148 * TERA, memory=96 * GIGA
-)
+H20 = Chip(bandwidth=4.0 * TERA, flops=148 * TERA, attention_flops=148 * TERA, memory=96 * GIGA)
 H100_SXM = Chip(
     bandwidth=3.35 * TERA, flops=989 * TERA, attention_flops=989 * TERA, memory=80 * GIGA
 )

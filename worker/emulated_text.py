@@ -1,4 +1,4 @@
-"""The emulated model's tokenizer and chat template: bytes, so that there is no vocabulary to ship."""
+"""The emulated model's tokenizer and chat template: a token a byte, no vocabulary to ship."""
 
 from __future__ import annotations
 

@@ -225,7 +225,9 @@ class Scheduler:
     def _admits_none(self) -> bool:
         """Whether `_admit`, after decodes alone and with nobody's prefix in flight, admits none."""
         running = len(self.running)
-        if not self.waiting or running >= min(self._config.max_batch_size, self._config.token_budget):
+        if not self.waiting or running >= min(
+            self._config.max_batch_size, self._config.token_budget
+        ):
             return True
         first = next(iter(self.waiting.values()))
         referenced = self._cache.probe(first.hashes, self._hit_limit(first)).referenced

@@ -69,9 +69,7 @@ class SimulateFlags(LoadFlags):
     chunk_tokens: Annotated[
         int, _fleet("Prefill tokens of one request in a step; 0: all.", "--chunk-tokens")
     ] = 0
-    queue: Annotated[
-        int, _fleet("Requests that may wait at the gateway for room.", "--queue")
-    ] = 0
+    queue: Annotated[int, _fleet("Requests that may wait at the gateway for room.", "--queue")] = 0
     report_delay_ms: Annotated[
         float, _delay("A worker's load reaches the gateway so late.", "--report-delay-ms")
     ] = 0.0
@@ -84,9 +82,9 @@ class SimulateFlags(LoadFlags):
     to_gateway_ms: Annotated[
         float, _delay("From the client to the decision.", "--to-gateway-ms")
     ] = 0.0
-    to_worker_ms: Annotated[
-        float, _delay("From the decision to the engine.", "--to-worker-ms")
-    ] = 0.0
+    to_worker_ms: Annotated[float, _delay("From the decision to the engine.", "--to-worker-ms")] = (
+        0.0
+    )
     to_client_ms: Annotated[
         float, _delay("From the engine back to the client.", "--to-client-ms")
     ] = 0.0

@@ -10,12 +10,12 @@ from typing import NoReturn
 import msgspec
 import numpy as np
 
-from cluster.blocks import Namespace, join_hashes
+from cluster.blocks import join_hashes
 from cluster.protocol import RequestError, Sampling, WorkerCard
 from loadgen.observer import LoadSample
 from loadgen.outcomes import Outcome
 from loadgen.simulation.events import Clock
-from loadgen.simulation.prompts import Asked
+from loadgen.simulation.prompts import Asked, simulated_namespace
 from loadgen.simulation.reporting import Pace, Reporter
 from loadgen.simulation.worker import SimulatedWorker
 from router.dispatch import Dispatcher, NoRoom, Placement
@@ -67,17 +67,6 @@ class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
     latency: Latency = Latency()
 
     @property
-    def namespace(self) -> Namespace:
-        """Of every block hash."""
-        return Namespace(
-            weights="simulated",
-            tokenizer="simulated",
-            kv_dtype="none",
-            block_size=self.block_size,
-            positions="none",
-        )
-
-    @property
     def capacity_blocks(self) -> int:
         """KV blocks of a worker."""
         return (self.kv_tokens or self.profile.kv_tokens) // self.block_size
@@ -124,7 +113,7 @@ class SimulatedFleet:
             Metrics(self.router, _no_bus),
             random.Random(f"simulate/{seed}"),
         )
-        self._namespace = options.namespace
+        self._namespace = simulated_namespace(options.block_size)
         self._root = self._namespace.root()
         self._queue: deque[_InFlight] = deque()
         if options.queue:
@@ -261,7 +250,8 @@ class SimulatedFleet:
     def _end(self, output: Output) -> None:
         flight = self._flights.pop(output.request_id)
         worker, placement = flight.worker, flight.placement
-        assert worker is not None and placement is not None
+        assert worker is not None
+        assert placement is not None
         back_s = self._options.latency.to_client_s
         self._clock.at(self._clock.now + back_s, self.router.release, placement.booking)
         outcome = flight.outcome
@@ -300,7 +290,7 @@ class SimulatedFleet:
             epoch=EPOCH,
             address=f"simulated:{number}",
             model=MODEL,
-            namespace=options.namespace,
+            namespace=self._namespace,
             namespace_check="",
             capacity_blocks=options.capacity_blocks,
             context_tokens=options.profile.context_tokens,

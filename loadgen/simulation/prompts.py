@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from cluster.blocks import Namespace, hash_blocks
@@ -39,13 +38,24 @@ def packed_tokens(request: TraceRequest) -> bytes:
     return np.repeat(ids, request.block_tokens)[: request.prompt_tokens].tobytes()
 
 
-def asked_of(requests: Iterable[TraceRequest], namespace: Namespace) -> list[Asked]:
+def simulated_namespace(block_size: int) -> Namespace:
+    """Of all block hashes of a simulation."""
+    return Namespace(
+        weights="simulated",
+        tokenizer="simulated",
+        kv_dtype="none",
+        block_size=block_size,
+        positions="none",
+    )
+
+
+def asked_of(requests: Iterable[TraceRequest], block_size: int) -> list[Asked]:
     """The requests with their block hashes, in order of arrival."""
-    root = namespace.root()
+    root = simulated_namespace(block_size).root()
     known: dict[bytes, bytes] = {}  # one object for equal hashes: they are held by many
     asked = []
     for number, request in enumerate(sorted(requests, key=lambda r: r.arrival_s)):
-        hashes = hash_blocks(root, packed_tokens(request), namespace.block_size)
+        hashes = hash_blocks(root, packed_tokens(request), block_size)
         chain = [known.setdefault(block, block) for block in hashes]
         asked.append(Asked(f"q{number}", request.arrival_s, request, chain))
     return asked
@@ -66,8 +76,3 @@ def ideal_of(asked: Sequence[Asked], block_size: int) -> Ideal:
         total += request.trace.prompt_tokens
         reused += hits * block_size
     return Ideal(reused / total if total else 0.0, total - reused)
-
-
-def sped_up(requests: Iterable[TraceRequest], factor: float) -> list[TraceRequest]:
-    """The requests with all times divided by `factor`."""
-    return [msgspec.structs.replace(r, arrival_s=r.arrival_s / factor) for r in requests]

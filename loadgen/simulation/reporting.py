@@ -26,9 +26,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 class Reporter:
     """One worker's reports, as `cluster.bus.Publisher` makes them and a follower applies them."""
 
-    def __init__(
-        self, clock: Clock, fleet: Fleet, slot: int, card: WorkerCard, pace: Pace
-    ) -> None:
+    def __init__(self, clock: Clock, fleet: Fleet, slot: int, card: WorkerCard, pace: Pace) -> None:
         self._clock = clock
         self._fleet = fleet
         self._slot = slot

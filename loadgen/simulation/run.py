@@ -10,7 +10,7 @@ import msgspec
 
 from loadgen.arm import OptionError
 from loadgen.measures import ArmMeasures, Slo, measure_repeats
-from loadgen.observer import LoadSample, Observations
+from loadgen.observer import Observations
 from loadgen.outcomes import Outcome
 from loadgen.paired import pair
 from loadgen.plan import Load
@@ -59,7 +59,7 @@ def simulate(options: SimulateOptions, watcher: Watcher | None = None) -> Summar
         fleet.engine()
     except ValueError as error:
         raise OptionError(str(error)) from error
-    asked = asked_of(sent.requests, fleet.namespace)
+    asked = asked_of(sent.requests, fleet.block_size)
     interval_s = asked[-1].arrival_s / LOAD_SAMPLES
     outcomes: dict[str, list[Outcome]] = {}
     measures: dict[str, ArmMeasures] = {}

@@ -6,20 +6,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import jinja2
 import msgspec
-from tokenizers import Tokenizer
 
 from cluster.blocks import pack_tokens
+from cluster.protocol import ModelInfo, RequestError
+from cluster.settings import GatewaySettings
 from loadgen.arrivals import Arrivals, arrange
 from loadgen.plan import Load, RequestSource
-from loadgen.requests import Body, Request, digest, read_request_file
+from loadgen.requests import Request, RequestFileError, digest, read_request_file
+from loadgen.simulation.prompts import simulated_namespace
 from loadgen.token_level import trace_of
 from loadgen.traces import TraceRequest, read_trace, trace_format
-from worker.emulated_text import CHAT_TEMPLATE, byte_tokenizer
+from router.openai_api import parse_either
+from router.tokenization import Encoder
+from worker.emulated_text import CHAT_TEMPLATE, END, byte_tokenizer
 
 BLOCK_TOKENS = 16
 """Where the trace does not say."""
+
+DEFAULT_MAX_TOKENS = GatewaySettings().default_max_tokens
 
 
 class Sent(NamedTuple):
@@ -59,9 +64,7 @@ def sent_of(load: Load, block_tokens: int = 0) -> Sent:
     return Sent(requests, size, _source(load, name, requests, notes))
 
 
-def retimed(
-    requests: Sequence[TraceRequest], arrivals: Arrivals, seed: int
-) -> list[TraceRequest]:
+def retimed(requests: Sequence[TraceRequest], arrivals: Arrivals, seed: int) -> list[TraceRequest]:
     """The requests in their order, at the times of `arrivals`."""
     now_s = 0.0
     retimed = []
@@ -71,53 +74,51 @@ def retimed(
     return retimed
 
 
-class _Limits(msgspec.Struct):
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-
-
 def of_request_file(requests: Sequence[Request], block_tokens: int) -> list[TraceRequest]:
-    """The requests as an emulated worker gets them, token by token; answers run to their limit."""
-    tokenizer = byte_tokenizer()
-    template = jinja2.Environment().from_string(CHAT_TEMPLATE)
+    """The requests as an emulated worker gets them, token by token; answers run to their limit.
+
+    Raises RequestFileError for a body that a gateway would refuse.
+    """
+    encoder = Encoder(_model_info(block_tokens))
     ids: dict[tuple[int, bytes], int] = {}
-    return [
-        _of_request(request, tokenizer, template, ids, block_tokens) for request in requests
-    ]
+    read = []
+    for request in requests:
+        try:
+            asked = parse_either(bytes(request.body))
+            tokens = asked.token_ids or encoder.encode(
+                asked.text or encoder.render(asked), bos=True
+            )
+        except RequestError as error:
+            raise RequestFileError(f"request {request.id}: {error.message}") from error
+        packed = pack_tokens(tokens)
+        parent, chain = -1, []
+        for begin in range(0, len(packed), 4 * block_tokens):
+            key = (parent, packed[begin : begin + 4 * block_tokens])
+            parent = ids.setdefault(key, len(ids))
+            chain.append(parent)
+        read.append(
+            TraceRequest(
+                arrival_s=request.intended_at_s,
+                session=request.session,
+                turn=request.turn,
+                prompt_tokens=len(tokens),
+                output_tokens=asked.max_tokens or DEFAULT_MAX_TOKENS,
+                hash_ids=tuple(chain),
+                block_tokens=block_tokens,
+                kind=request.group,
+            )
+        )
+    return read
 
 
-def _of_request(
-    request: Request,
-    tokenizer: Tokenizer,
-    template: jinja2.Template,
-    ids: dict[tuple[int, bytes], int],
-    block_tokens: int,
-) -> TraceRequest:
-    body = msgspec.json.decode(request.body, type=Body)
-    limits = msgspec.json.decode(request.body, type=_Limits)
-    if body.messages:
-        messages = [
-            {"role": message.role, "content": msgspec.json.decode(message.content)}
-            for message in body.messages
-        ]
-        text = template.render(messages=messages, add_generation_prompt=True)
-    else:
-        text = msgspec.json.decode(body.prompt, type=str)
-    packed = pack_tokens(tokenizer.encode(text).ids)
-    parent, chain = -1, []
-    for begin in range(0, len(packed), 4 * block_tokens):
-        key = (parent, packed[begin : begin + 4 * block_tokens])
-        parent = ids.setdefault(key, len(ids))
-        chain.append(parent)
-    return TraceRequest(
-        arrival_s=request.intended_at_s,
-        session=request.session,
-        turn=request.turn,
-        prompt_tokens=len(packed) // 4,
-        output_tokens=limits.max_completion_tokens or limits.max_tokens or 1,
-        hash_ids=tuple(chain),
-        block_tokens=block_tokens,
-        kind=request.group,
+def _model_info(block_tokens: int) -> ModelInfo:
+    return ModelInfo(
+        model="simulated",
+        namespace=simulated_namespace(block_tokens),
+        tokenizer_json=byte_tokenizer().to_str(),
+        chat_template=CHAT_TEMPLATE,
+        special_tokens={"eos_token": END},
+        context_tokens=1 << 30,
     )
 
 

@@ -138,7 +138,9 @@ class SimulatedWorker:
         self.busy_s += ends[-1] - run.began_s
         decoding = self.core.decoding()
         tokens = array("I", [OUTPUT_TOKEN]) * steps
-        self.core.advance(steps, repeat(tokens, len(decoding)), ends[-2] if steps > 1 else run.began_s)
+        self.core.advance(
+            steps, repeat(tokens, len(decoding)), ends[-2] if steps > 1 else run.began_s
+        )
         self._speed.observe(StepWork(0, 0, len(decoding), synced=True), run.began_s, ends[0])
         for request_id, _ in decoding:
             self._on_token(request_id, first, steps)
