@@ -21,7 +21,7 @@ from loadgen.simulation.worker import SimulatedWorker
 from router.dispatch import Dispatcher, NoRoom, Placement
 from router.fleet import Fleet
 from router.metrics import Metrics
-from router.policies import parse_policy
+from router.policies import Policy
 from router.tokenization import Prompt
 from worker.emulated_profiles import Profile
 from worker.engine import EngineConfig, EngineRequest, EngineStats, Output
@@ -100,16 +100,15 @@ class _InFlight:
 
 
 class SimulatedFleet:
-    """One policy's run over some requests. Made for one `replay`."""
+    """One run over some requests: made for one `replay`, with a policy that is fresh as well."""
 
-    def __init__(self, options: FleetOptions, policy: str, seed: int) -> None:
+    def __init__(self, options: FleetOptions, policy: Policy, seed: int) -> None:
         self._options = options
         self._clock = clock = Clock()
         self.router = Fleet(clock=lambda: clock.now)
-        self._policy = parse_policy(policy)
         self._dispatcher = Dispatcher(
             self.router,
-            self._policy,
+            policy,
             Metrics(self.router, _no_bus),
             random.Random(f"simulate/{seed}"),
         )
@@ -126,11 +125,6 @@ class SimulatedFleet:
             (card := self._card(number)).worker: self._worker(card)
             for number in range(options.workers)
         }
-
-    @property
-    def policy(self) -> str:
-        """The policy's full name."""
-        return self._policy.name
 
     def replay(
         self,

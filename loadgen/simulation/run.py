@@ -66,7 +66,7 @@ def simulate(options: SimulateOptions, watcher: Watcher | None = None) -> Summar
     seen: dict[str, list[Observations]] = {}
     for policy in options.policies:
         watcher.arm(policy, len(asked))
-        simulated = SimulatedFleet(fleet, policy, options.load.seed)
+        simulated = SimulatedFleet(fleet, parse_policy(policy), options.load.seed)
         samples = simulated.sample_load(interval_s)
         outcomes[policy] = simulated.replay(asked, policy, watcher.ended)
         measures[policy] = measure_repeats([outcomes[policy]], options.slo, simulated.workers)

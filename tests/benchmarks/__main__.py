@@ -26,6 +26,8 @@ BENCHMARKS = {
         "warm_ttft",
         "decode_vs_llamacpp",
         "streaming_engine_rate",
+        "simulate_speed",
+        "fidelity",
     )
 }
 """Name -> module with `run() -> int`, the exit code."""

@@ -4,6 +4,7 @@ from loadgen.simulation.fleet import FleetOptions, Latency, SimulatedFleet
 from loadgen.simulation.prompts import asked_of
 from loadgen.simulation.reporting import Pace
 from loadgen.traces import TraceRequest
+from router.policies import parse_policy
 from worker.emulated_profiles import CostModel, Profile
 
 BLOCK = 4
@@ -38,7 +39,7 @@ def fleet_of(policy="locality", cost=COST, seed=0, kv_tokens=4000, gap_s=0.0, **
         ),
         "latency": fields.pop("latency", Latency()),
     }
-    return SimulatedFleet(FleetOptions(**(options | fields)), policy, seed)
+    return SimulatedFleet(FleetOptions(**(options | fields)), parse_policy(policy), seed)
 
 
 def replay(requests, **fields):
