@@ -1,7 +1,7 @@
 """The study of routing policies: cells of a grid, each policy simulated in each.
 
-    python docs/study/study.py run --trace FILE [--only CELL]   append to results.jsonl what lacks
-    python docs/study/study.py report                           write results.md and the drawings
+    python docs/study/study.py run --trace FILE   append to results.jsonl what lacks
+    python docs/study/study.py report             write results.md and the drawings
 
 Run it from the project's root. What a cell is and what is varied stands in README.md beside it.
 """
@@ -85,18 +85,22 @@ KV_TOKENS = {"tight": 129_024, "medium": 258_048, "ample": 1_032_192}
 CORE = (
     "round_robin",
     "least_requests",
-    "vllm",
-    "consistent_hash",
     "sglang",
     "dynamo",
-    "dynamo:overlap_weight=2",
     "llmd",
-    "llmd:prefix_weight=1",
     "ttft",
     "locality",
     "marginal",
 )
-TUNED = ("dynamo:overlap_weight=0.5", "dynamo:overlap_weight=4", "llmd:prefix_weight=8")
+"""In every cell."""
+TUNED = (
+    "dynamo:overlap_weight=0.5",
+    "dynamo:overlap_weight=2",
+    "dynamo:overlap_weight=4",
+    "llmd:prefix_weight=1",
+    "llmd:prefix_weight=8",
+)
+"""Linear policies at other weights."""
 
 
 class Cell(NamedTuple):
@@ -137,7 +141,7 @@ CELLS = [
     BASE._replace(workers=64),
 ]
 ABLATED = CELLS[:4]
-"""Here the variants of `marginal` run as well, and more weights of tuned policies."""
+"""Here the variants of `marginal` run as well, and the tuned policies."""
 
 
 def policies_of(cell: Cell) -> list[str]:
@@ -146,7 +150,7 @@ def policies_of(cell: Cell) -> list[str]:
     if cell == BASE:
         names += [name for name in available() if name not in names]
     if cell in ABLATED:
-        names += [*TUNED, *variants.VARIANTS]
+        names += [*variants.VARIANTS, *(name for name in TUNED if name not in names)]
     return names
 
 
@@ -245,6 +249,7 @@ def main() -> None:
     parser.add_argument("command", choices=("run", "report"))
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--only", default="", help="cells whose name holds this")
+    parser.add_argument("--without", default="none", help="leave out cells whose name holds this")
     given = parser.parse_args()
     if given.command == "report":
         report.write(FOLDER, RESULTS)
@@ -254,7 +259,7 @@ def main() -> None:
     study = Study(given.trace)
     for cell in CELLS:
         missing = [name for name in policies_of(cell) if (*cell, name) not in done()]
-        if given.only not in cell.name or not missing:
+        if given.only not in cell.name or given.without in cell.name or not missing:
             continue
         asked = study.asked(cell)
         for name in missing:

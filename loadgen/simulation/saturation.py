@@ -50,8 +50,10 @@ def sustained_rate(
 
 
 def _at_rate(asked: Sequence[Asked], rate: float) -> list[Asked]:
-    own_rate = len(asked) / asked[-1].arrival_s
-    return [one._replace(arrival_s=one.arrival_s * own_rate / rate) for one in asked]
+    """Where all come at once, nothing tells how to spread them: they stay."""
+    span_s = asked[-1].arrival_s
+    stretch = len(asked) / span_s / rate if span_s else 0.0
+    return [one._replace(arrival_s=one.arrival_s * stretch) for one in asked]
 
 
 def _completed_rate(options: FleetOptions, policy: str, asked: Sequence[Asked], seed: int) -> float:

@@ -3,7 +3,10 @@
 import random
 
 import pytest
+from typer.testing import CliRunner
 
+from cluster.cli import app
+from tests.tiny_model import write_tiny_llama
 from tests.worker.small_engine import BLOCK, SmallEngine
 from worker.calibrate import (
     CalibrationError,
@@ -107,3 +110,21 @@ def test_a_fitted_profile_is_read_back_as_it_was_written(tmp_path):
     for name in COST.__struct_fields__:
         written = getattr(profile.cost, name)
         assert getattr(read.cost, name) == pytest.approx(written, rel=1e-4)
+
+
+def test_the_command_fits_a_model_and_writes_its_profile(tmp_path):
+    model = write_tiny_llama(tmp_path / "model")
+    settings = tmp_path / "settings.toml"
+    settings.write_text(f'[worker]\ndtype = "float32"\ncache_dir = "{tmp_path}"\n')
+    profile = tmp_path / "tiny.toml"
+    flags = ["--model", str(model), "--device", "cpu", "--token-budget", "16"]
+    flags += ["--kv-blocks", "40", "--seconds", "3", "--config", str(settings)]
+    ended = CliRunner().invoke(app, ["calibrate", "--out", str(profile), *flags])
+    assert ended.exit_code == 0, ended.output
+    assert read_profile(profile).kv_tokens == 640
+    assert "held out" in profile.read_text()
+
+
+def test_an_emulated_model_is_not_calibrated(tmp_path):
+    flags = ["--model", "emulated:steady-25ms", "--out", str(tmp_path / "p.toml")]
+    assert CliRunner().invoke(app, ["calibrate", *flags]).exit_code == 2
