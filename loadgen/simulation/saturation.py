@@ -17,7 +17,7 @@ empty after."""
 
 KEEPS_UP = 0.95
 """Share of the offered rate at which a fleet still counts as keeping up."""
-HALVINGS = 6
+HALVINGS = 5
 
 
 def saturation_rate(
