@@ -117,6 +117,56 @@ def demo(
 
 
 @app.command()
+def calibrate(
+    profile: Annotated[Path, typer.Option("--out", help="The profile's file (TOML).")],
+    model: Annotated[
+        str | None, typer.Option(help="smollm2, a Hugging Face directory or a GGUF file.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Steps are measured for so long.")] = 60.0,
+    token_budget: Annotated[int | None, typer.Option(help="Tokens of a step at most.")] = None,
+    kv_blocks: Annotated[int | None, typer.Option(help="KV blocks; 0: as fit.")] = None,
+    config: Config = None,
+) -> None:
+    """Fit an emulated profile to the steps of a real engine on this machine."""
+    from worker.build import build_engine
+    from worker.calibrate import CalibrationError, Limits, fit, measure, profile_from
+    from worker.emulated_profiles import write_profile
+    from worker.models import ModelError
+
+    flags = {
+        "worker.model": model,
+        "worker.device": device,
+        "worker.token_budget": token_budget,
+        "worker.kv_blocks": kv_blocks,
+    }
+    settings = load_settings(config, flags=flags).worker
+    if settings.model.startswith("emulated:"):
+        fail("an emulated accelerator has a profile already: calibrate from a real model", code=2)
+    say(f"loading {settings.model}")
+    try:
+        core, info = build_engine(settings)
+        limits = Limits(
+            context_tokens=info.context_tokens,
+            token_budget=info.token_budget,
+            pool_tokens=info.capacity_blocks * settings.block_size,
+            batch=info.max_batch_size,
+            block_size=settings.block_size,
+        )
+        say(f"measuring steps on {info.device} for {seconds:g} s")
+        found = fit(measure(core.runner, limits, seconds))
+    except (ModelError, CalibrationError, MemoryError, ValueError) as error:
+        fail(str(error))
+    told = (
+        f"{info.model.model} on {info.device}, fitted to {found.steps} steps; of those held out, "
+        f"half are predicted within {found.error:.1%}, nine in ten within {found.error_p90:.1%}"
+    )
+    profile.write_text(write_profile(profile_from(found, limits), told), encoding="utf-8")
+    out.print(told, highlight=False, markup=False, soft_wrap=True)
+    out.print(f"  stemroute up --model emulated:{profile}", highlight=False, markup=False)
+
+
+@app.command()
 def gateway(
     host: Annotated[str | None, typer.Option(help="Interface to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 for a free one.")] = None,

@@ -111,8 +111,8 @@ class LocalCluster:
 
     def _check_model(self) -> None:
         """Say at once that there is no such file: Ray would try several times first."""
-        model = self.settings.worker.model
-        looks_like_path = "/" in model or model.endswith(".gguf")
+        model = self.settings.worker.model.removeprefix("emulated:")
+        looks_like_path = "/" in model or model.endswith((".gguf", ".toml", ".json"))
         if looks_like_path and not Path(model).expanduser().exists():
             raise LocalClusterError(f"there is no model at {model}")
 

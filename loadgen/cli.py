@@ -28,6 +28,8 @@ from loadgen.measures import SloError
 from loadgen.progress import Bars
 from loadgen.report import REPORT_FILE
 from loadgen.requests import RequestFileError
+from loadgen.simulation.command import SimulateFlags
+from loadgen.simulation.run import simulate
 from loadgen.summary import Summary
 from loadgen.traces import TraceError
 from loadgen.workloads import WorkloadError
@@ -124,6 +126,15 @@ def goodput_command(
     raise typer.Exit(EXIT_VALID if summary.valid else EXIT_INVALID)
 
 
+@app.command("simulate")
+@with_flags(SimulateFlags)
+def simulate_command(flags: SimulateFlags, policies: Policies = BOTH_POLICIES) -> None:
+    """Replay requests through each policy in virtual time: no gateway, no workers, no waiting."""
+    folder = flags.folder()
+    options = flags.options(split_policies(policies), folder)
+    _finish(lambda bars: simulate(options, bars), folder)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script; always ends in SystemExit."""
     given = spread_goodput(sys.argv[1:] if arguments is None else arguments)
@@ -214,7 +225,7 @@ def _work(work: Callable[[Bars], R]) -> R:
         with Bars(errors) as bars:
             return work(bars)
     except KeyboardInterrupt:
-        errors.print("loadgen: interrupted; the gateway has its policy back", style="red")
+        errors.print("loadgen: interrupted; a gateway has its policy back", style="red")
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 

@@ -10,32 +10,28 @@ import time
 import zlib
 from collections.abc import Callable
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
 from cluster.blocks import Namespace
 from cluster.protocol import ModelInfo
 from cluster.settings import WorkerSettings
-from worker.emulated_profiles import CostModel, profile_of
+from worker.emulated_profiles import CostModel, ProfileError, profile_of
+from worker.emulated_text import CHAT_TEMPLATE, END, byte_tokenizer, letters, token_id
 from worker.engine import BatchItem, EngineConfig, EngineCore
 from worker.eviction_choice import parse_eviction
 from worker.fingerprint import digest_fields
 from worker.messages import EngineInfo
+from worker.models.config import ModelError
 
 EMULATED = "emulated:"
-"""Models of that prefix are profiles."""
-
-END = "<|end|>"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
-)
-FIRST_LETTER, LETTERS = ord("a"), 26
-"""Answers are made of these letters; in the byte vocabulary they are found by `_letters`."""
+"""Models of that prefix are profiles, by name or file."""
 
 
 class EmulatedRunner:
     """Implements `worker.engine.Runner`. A step lasts as long as its cost says, its own work
     included.
+
+    A step that goes on with a sequence of the step before begins where that one ended: an engine on
+    a real accelerator plans a step while one runs, so that what its loop does in between is hidden
+    as long as it takes no longer than the step.
 
     letters  token ids that answers are made of
     clock    seconds; `wait` blocks for so many
@@ -52,16 +48,22 @@ class EmulatedRunner:
         self._letters = letters
         self._clock = clock
         self._wait = wait
+        self._ended = 0.0
+        self._last: set[str] = set()
 
     def execute(self, batch: list[BatchItem]) -> list[int | None]:
         """A token that follows from the sequence's last token and its length, once time is up."""
-        end = self._clock() + self._cost.seconds(
-            (item.start, len(item.token_ids)) for item in batch
-        )
+        began = self._clock()
+        ids = {item.request_id for item in batch}
+        if not self._last.isdisjoint(ids):
+            began = self._ended
+        self._last = ids
+        end = began + self._cost.seconds((item.start, len(item.token_ids)) for item in batch)
         tokens = [self._token(item) if item.sample else None for item in batch]
-        left = end - self._clock()
-        if left > 0:
-            self._wait(left)
+        now = self._clock()
+        if now < end:
+            self._wait(end - now)
+        self._ended = max(now, end)
         return tokens
 
     def _token(self, item: BatchItem) -> int:
@@ -81,7 +83,10 @@ def build_emulated(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
             "worker.disk_tier_gb"
         )
     name = settings.model.removeprefix(EMULATED)
-    profile = profile_of(name)
+    try:
+        profile = profile_of(name)
+    except ProfileError as error:
+        raise ModelError(str(error)) from error
     tokenizer = byte_tokenizer()
     capacity = settings.kv_blocks or profile.kv_tokens // settings.block_size
     config = EngineConfig(
@@ -92,11 +97,11 @@ def build_emulated(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
         token_budget=settings.token_budget,
         chunk_tokens=settings.chunk_tokens,
         max_waiting=settings.max_waiting,
-        eos_token_ids=[_token_id(tokenizer, END)],
+        eos_token_ids=[token_id(tokenizer, END)],
         cache_share=settings.cache_share,
         pin_share=settings.pin_share,
     )
-    runner = EmulatedRunner(profile.cost, _letters(tokenizer))
+    runner = EmulatedRunner(profile.cost, letters(tokenizer))
     core = EngineCore(config, runner, make_policy=parse_eviction(settings.eviction))
     info = EngineInfo(
         model=ModelInfo(
@@ -121,23 +126,3 @@ def build_emulated(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
         kv_bytes_a_token=0,
     )
     return core, info
-
-
-def byte_tokenizer() -> Tokenizer:
-    """One token a byte: no vocabulary to ship, and different texts are different tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|start|>", END])
-    return tokenizer
-
-
-def _letters(tokenizer: Tokenizer) -> list[int]:
-    return [_token_id(tokenizer, chr(FIRST_LETTER + i)) for i in range(LETTERS)]
-
-
-def _token_id(tokenizer: Tokenizer, token: str) -> int:
-    number = tokenizer.token_to_id(token)
-    assert number is not None
-    return number

@@ -6,6 +6,7 @@ to other requests before its commit.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
@@ -274,6 +275,31 @@ class EngineCore:
             self._failed_steps += 1
             return self._fail(plan, f"the engine failed while it computed this: {error!r}")
         return self._commit(plan, sampled)
+
+    def decoding(self) -> list[tuple[str, int]]:
+        """Each running request and its computed tokens, in the order of a batch."""
+        return [(s.request_id, s.computed_tokens) for s in self._scheduler.running.values()]
+
+    def steady_steps(self) -> int:
+        """How many steps from now on change nothing but the length of answers, unless a request is
+        added or cancelled, or an end token is sampled, before."""
+        return self._scheduler.steady_steps()
+
+    def advance(self, steps: int, sampled: Iterable[array[int]], now: float = 0.0) -> None:
+        """Take `steps` steps at once, 1 to `steady_steps()` of them, without the runner.
+
+        The effect is that of as many calls of `step`, the last one at `now`, with a runner that
+        samples `sampled`: for each of `decoding()` its `steps` tokens, none an end token. It is for
+        virtual time, in which most steps are steady. (A policy by which blocks expire is the
+        exception: they expire at `now`, not in between.)
+        """
+        self._scheduler.advance(steps, now)
+        running = self._scheduler.running
+        for sequence, tokens in zip(running.values(), sampled, strict=True):
+            sequence.tokens.extend(tokens)
+        self.last_work = StepWork(0, 0, len(running), synced=True)
+        self._steps += steps
+        self._generated_tokens += steps * len(running)
 
     def load(self) -> Load:
         """The load now, in O(1)."""

@@ -111,17 +111,19 @@ class PrefillSpeed:
             self.s_per_token, self.s_per_pair = _rounded(each), _rounded(pair)
 
 
-def fit_step_time(features: FloatArray, seconds: FloatArray) -> FloatArray:
-    """Non-negative coefficients `[4]` with `features @ coefficients` near `seconds`, robustly.
+def fit_step_time(
+    features: FloatArray, seconds: FloatArray, reluctance_of: FloatArray = RELUCTANCE
+) -> FloatArray:
+    """Non-negative coefficients `[k]` with `features @ coefficients` near `seconds`, robustly.
 
-    features `[n, 4]`: steps, prefill tokens, pairs, decodes; seconds `[n]`, positive. Residuals
-    count relative to the time they deviate from.
+    features `[n, k]`: steps, prefill tokens, pairs, decodes, or what `reluctance_of` (`[k]`) is
+    for; seconds `[n]`, positive. Residuals count relative to the time they deviate from.
     """
     scale = features.max(axis=0)
     used = scale > 0
     columns = features[:, used] / scale[used]
     weights = 1.0 / seconds**2
-    reluctance = RELUCTANCE[used]
+    reluctance = reluctance_of[used]
     solution = _not_negative(columns, seconds, weights, reluctance)
     for turn in range(10):
         predicted = np.maximum(columns @ solution, 1e-12)

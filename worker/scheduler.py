@@ -83,6 +83,28 @@ class Scheduler:
             self.loading.tiers.copy_out()  # the step overwrites what was evicted for it
         return plan
 
+    def steady_steps(self) -> int:
+        """How many steps from now on only decode: in them nothing is admitted, allocated, cached,
+        evicted or preempted, and no answer reaches its limit."""
+        running, block_size = self.running, self._block_size
+        if not running or len(running) > self._config.token_budget or self._in_flight:
+            return 0
+        steps = 1 << 62
+        for sequence in running.values():
+            computed = sequence.computed_tokens
+            if sequence.pending_tokens or computed == len(sequence.block_table) * block_size:
+                return 0
+            within_block = block_size - 1 - computed % block_size
+            steps = min(steps, within_block, sequence.limit_tokens - len(sequence.tokens) - 1)
+        return steps if steps > 0 and self._admits_none() else 0
+
+    def advance(self, steps: int, now: float) -> None:
+        """What `schedule` and the commits of `steps` steady steps do, the last one at `now`."""
+        self.expire(now)
+        self._admit({}, self._config.token_budget - len(self.running))
+        for sequence in self.running.values():
+            sequence.computed_tokens += steps
+
     def commit(self, sequence: Sequence, count: int) -> None:
         """The forward pass has written the KV of `count` more tokens of the sequence."""
         computed = sequence.computed_tokens = sequence.computed_tokens + count
@@ -219,6 +241,18 @@ class Scheduler:
             budget -= count
         for sequence in admitted:
             del self.waiting[sequence.request_id]
+
+    def _admits_none(self) -> bool:
+        """Whether `_admit`, after decodes alone and with nobody's prefix in flight, admits none."""
+        running = len(self.running)
+        if not self.waiting or running >= min(
+            self._config.max_batch_size, self._config.token_budget
+        ):
+            return True
+        first = next(iter(self.waiting.values()))
+        referenced = self._cache.probe(first.hashes, self._hit_limit(first)).referenced
+        total = -(-len(first.tokens) // self._block_size)
+        return total - referenced + running > self._pool.free_blocks
 
     def _hold(self, sequence: Sequence, cached: int, limit: int) -> bool:
         """Whether to wait for blocks that a running prefill is about to compute.

@@ -28,6 +28,8 @@ BENCHMARKS = {
         "decode_vs_llamacpp",
         "streaming_engine_rate",
         "gateway_vs_smg",
+        "simulate_speed",
+        "fidelity",
     )
 }
 """Name -> module with `run() -> int`, the exit code."""

@@ -10,7 +10,16 @@ from cluster.protocol import Sampling
 from cluster.settings import WorkerSettings
 from tests.worker.tiny_models import item
 from worker.build import build_engine
-from worker.emulated_profiles import PROFILES, CostModel
+from worker.emulated_profiles import (
+    H100_SXM,
+    LLAMA3_8B,
+    PROFILES,
+    QWEN3_30B_A3B,
+    CostModel,
+    ProfileError,
+    derive,
+    profile_of,
+)
 from worker.emulator import EmulatedRunner
 from worker.engine import EngineRequest
 from worker.models import ModelError
@@ -56,6 +65,34 @@ def test_a_step_lasts_as_long_as_it_costs_its_own_work_included():
     runner.execute([item([1], 0, [1])])
     assert clock.now == pytest.approx(began + 1.25)  # 0.25 went by before the step began
     assert clock.waits == [pytest.approx(0.75)]
+
+
+def test_what_the_loop_does_between_two_steps_of_a_sequence_is_hidden():
+    clock = Clock()
+    runner = EmulatedRunner(CostModel(step_s=1.0), [5], clock, clock.wait)
+    runner.execute([item([1], 0, [1])])
+    clock.now += 0.3
+    runner.execute([item([2], 1, [1])])
+    assert clock.waits == [pytest.approx(1.0), pytest.approx(0.7)]
+
+
+def test_an_accelerator_that_was_idle_begins_when_it_is_asked():
+    clock = Clock()
+    runner = EmulatedRunner(CostModel(step_s=1.0), [5], clock, clock.wait)
+    runner.execute([item([1], 0, [1])])
+    clock.now += 0.3
+    runner.execute([item([2], 0, [1])._replace(request_id="another")])
+    assert clock.waits == [pytest.approx(1.0), pytest.approx(1.0)]
+
+
+def test_a_stall_is_made_good_within_a_step_and_no_longer():
+    clock = Clock()
+    runner = EmulatedRunner(CostModel(step_s=1.0), [5], clock, clock.wait)
+    runner.execute([item([1], 0, [1])])
+    clock.now += 10.0
+    for start in (1, 2):
+        runner.execute([item([2], start, [1])])
+    assert clock.waits == [pytest.approx(1.0), pytest.approx(1.0)]
 
 
 def test_a_late_step_waits_no_more():
@@ -109,3 +146,65 @@ def test_another_profile_is_another_namespace(monkeypatch):
 def test_an_unknown_profile_is_named():
     with pytest.raises(ModelError, match=r"'warp'.*steady-25ms"):
         build_engine(WorkerSettings(model="emulated:warp"))
+
+
+def test_a_run_of_decodes_costs_what_its_steps_cost():
+    cost = CostModel(step_s=1.0, decode_s=0.2, context_token_s=0.01)
+    contexts = [5, 9]
+    first_s, growth_s = cost.decode_seconds(len(contexts), sum(contexts))
+    for step in range(4):
+        parts = [(context - 1 + step, 1) for context in contexts]
+        assert cost.seconds(parts) == pytest.approx(first_s + step * growth_s)
+
+
+def test_a_derived_profile_follows_from_the_figures_of_chip_and_model():
+    profile = derive(H100_SXM, LLAMA3_8B)
+    assert profile == PROFILES["h100-llama3-8b"]
+    # 16.06 GB at 2.68 TB/s, and a millisecond
+    assert profile.cost.step_s == pytest.approx(0.001 + 16.06 / 2680)
+    assert profile.cost.prefill_token_s == pytest.approx(2 * 8.03e9 / 494.5e12)
+    assert profile.kv_tokens == int((72e9 - 16.06e9) / 131_072)
+
+
+def test_a_mixture_of_experts_reads_the_experts_that_a_batch_takes():
+    dense = QWEN3_30B_A3B.parameters - QWEN3_30B_A3B.expert_parameters
+    read = QWEN3_30B_A3B.bytes_a_step / 2
+    assert dense < QWEN3_30B_A3B.active < read < QWEN3_30B_A3B.parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("p.toml", "kv_tokens = 64\ncontext_tokens = 32\n[cost]\nstep_s = 0.5\n"),
+        ("p.json", '{"kv_tokens": 64, "context_tokens": 32, "cost": {"step_s": 0.5}}'),
+    ],
+)
+def test_a_profile_is_read_from_a_file_and_served(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text)
+    assert profile_of(str(path)).cost == CostModel(step_s=0.5)
+    core, info = build_engine(WorkerSettings(model=f"emulated:{path}"))
+    assert info.capacity_blocks == 4
+    assert core.config.context_tokens == 32
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("kv_tokens = 64", "context_tokens|cost"),
+        ("kv_tokens = 64\ncontext_tokens = 32\n[cost]\nstep = 0.5\n", "step"),
+        ("kv_tokens = 64\ncontext_tokens = 32\n[cost]\nstep_s = -1.0\n", "negative"),
+        ("kv_tokens = 0\ncontext_tokens = 32\n[cost]\nstep_s = 1.0\n", "at least 1"),
+        ("no toml", "cannot be used"),
+    ],
+)
+def test_what_is_wrong_in_a_profile_is_said(tmp_path, text, said):
+    path = tmp_path / "p.toml"
+    path.write_text(text)
+    with pytest.raises(ProfileError, match=said):
+        profile_of(str(path))
+
+
+def test_a_profile_that_is_not_there_is_said():
+    with pytest.raises(ProfileError, match="cannot read the profile"):
+        profile_of("/nowhere/p.toml")

@@ -1,0 +1,277 @@
+"""The study of routing policies: cells of a grid, each policy simulated in each.
+
+    python docs/study/study.py run --trace FILE   append to results.jsonl what lacks
+    python docs/study/study.py report             write results.md and the drawings
+
+Run it from the project's root. What a cell is and what is varied stands in README.md beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import report
+import variants
+
+from loadgen.arrivals import Arrivals, arrange
+from loadgen.measures import Slo, measure_repeats
+from loadgen.simulation.fleet import FleetOptions, SimulatedFleet
+from loadgen.simulation.prompts import Asked, asked_of, ideal_of
+from loadgen.simulation.reporting import Pace
+from loadgen.simulation.saturation import saturation_rate, sustained_rate
+from loadgen.token_level import trace_of
+from loadgen.traces import TraceOptions, TraceRequest, read_trace
+from loadgen.workloads import make_workload
+from router.policies import Policy, available, parse_policy
+from worker.emulated_profiles import profile_of
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results.jsonl"
+PROFILE = "h20-qwen3-30b-a3b"
+SLO = Slo(ttft_ms=5000.0, tpot_ms=100.0)
+SEED = 0
+CONVERSATION = "conversation"
+CONVERSATION_REQUESTS = 2000
+SYNTHETIC_BLOCK = 128
+
+WORKLOADS: dict[str, dict[str, object]] = {
+    "shared_prefix": {
+        "groups": 150,
+        "users": 2,
+        "turns": 4,
+        "system_tokens": 4000,
+        "output_tokens": 200,
+        "zipf": 1.0,
+    },
+    "chat": {
+        "users": 150,
+        "turns": 8,
+        "system_tokens": 1000,
+        "input_tokens": 600,
+        "output_tokens": 300,
+    },
+    "agent": {
+        "tasks": 75,
+        "steps": 16,
+        "system_tokens": 3000,
+        "tool_tokens": 1200,
+        "output_tokens": 80,
+    },
+    "rag": {
+        "num_prompts": 1200,
+        "documents": 600,
+        "document_tokens": 1500,
+        "output_tokens": 200,
+    },
+    "no_sharing": {"num_prompts": 1200, "input_tokens": 4000, "output_tokens": 200},
+    "hot_prefix": {
+        "num_prompts": 1200,
+        "hot_share": 0.6,
+        "prefix_tokens": 6000,
+        "input_tokens": 1000,
+        "output_tokens": 200,
+    },
+}
+
+KV_TOKENS = {"tight": 129_024, "medium": 258_048, "ample": 1_032_192}
+"""Of a worker; medium is what the profile's chip holds."""
+
+CORE = (
+    "round_robin",
+    "least_requests",
+    "sglang",
+    "dynamo",
+    "llmd",
+    "ttft",
+    "locality",
+    "marginal",
+)
+"""In every cell."""
+TUNED = (
+    "dynamo:overlap_weight=0.5",
+    "dynamo:overlap_weight=2",
+    "dynamo:overlap_weight=4",
+    "llmd:prefix_weight=1",
+    "llmd:prefix_weight=8",
+)
+"""Linear policies at other weights."""
+
+
+class Cell(NamedTuple):
+    """What is varied, one thing at a time, around the first cell."""
+
+    workload: str = CONVERSATION
+    load: float = 0.9
+    capacity: str = "medium"
+    workers: int = 16
+    delay_ms: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Such as "conversation, load 0.9, medium, 16 workers, delay 0 ms"."""
+        return (
+            f"{self.workload}, load {self.load:g}, {self.capacity}, {self.workers} workers, "
+            f"delay {self.delay_ms:g} ms"
+        )
+
+
+BASE = Cell()
+CELLS = [
+    BASE,
+    BASE._replace(capacity="tight", load=1.1),
+    BASE._replace(load=1.1),
+    BASE._replace(workload="shared_prefix"),
+    BASE._replace(workload="no_sharing"),
+    BASE._replace(workload="agent"),
+    BASE._replace(load=0.7),
+    BASE._replace(delay_ms=500.0),
+    BASE._replace(workload="hot_prefix"),
+    BASE._replace(workload="chat"),
+    BASE._replace(workload="rag"),
+    BASE._replace(capacity="ample"),
+    BASE._replace(capacity="tight"),
+    BASE._replace(load=0.5),
+    BASE._replace(delay_ms=50.0),
+    BASE._replace(workers=64),
+]
+ABLATED = CELLS[:3]
+"""Here the variants of `marginal` run as well, and the tuned policies."""
+
+
+def more_of(cell: Cell) -> list[str]:
+    """What runs beside `CORE`: in the first cell all policies there are."""
+    names = [*variants.VARIANTS, *TUNED] if cell in ABLATED else []
+    if cell == BASE:
+        names += [name for name in available() if name not in CORE]
+    return names
+
+
+def make(name: str) -> Policy:
+    """A policy of the router or a variant of this study."""
+    return variants.VARIANTS[name]() if name in variants.VARIANTS else parse_policy(name)
+
+
+class Study:
+    """Runs cells; keeps what several of them need."""
+
+    def __init__(self, trace: Path) -> None:
+        self._trace = trace
+        self._requests = cache(self._read)
+        self._saturation = cache(self._measure_saturation)
+
+    def fleet(self, cell: Cell) -> FleetOptions:
+        """The cell's fleet."""
+        block_size = 512 if cell.workload == CONVERSATION else SYNTHETIC_BLOCK
+        delay_s = cell.delay_ms / 1e3
+        return FleetOptions(
+            workers=cell.workers,
+            profile=profile_of(PROFILE),
+            profile_name=PROFILE,
+            kv_tokens=KV_TOKENS[cell.capacity],
+            block_size=block_size,
+            max_waiting=1 << 20,
+            pace=Pace(load_s=delay_s, index_s=delay_s),
+        )
+
+    def asked(self, cell: Cell) -> list[Asked]:
+        """The cell's requests, at its load."""
+        rate = cell.load * self._saturation(cell._replace(load=0.0, delay_ms=0.0))
+        requests = self._requests(cell.workload, cell.workers, 0.0)
+        if cell.workload == CONVERSATION:
+            own_rate = len(requests) / requests[-1].arrival_s
+            requests = [
+                msgspec.structs.replace(r, arrival_s=r.arrival_s * own_rate / rate)
+                for r in requests
+            ]
+        else:
+            requests = self._requests(cell.workload, cell.workers, rate)
+        return asked_of(requests, self.fleet(cell).block_size)
+
+    def _read(self, workload: str, workers: int, rate: float) -> list[TraceRequest]:
+        scale = max(1, workers // 16)
+        if workload == CONVERSATION:
+            options = TraceOptions(num_prompts=CONVERSATION_REQUESTS * scale, seed=SEED)
+            return read_trace([self._trace], "mooncake", options).requests
+        made = make_workload(workload, WORKLOADS[workload])
+        arrivals = Arrivals(request_rate=rate or float("inf"))
+        return trace_of(arrange(made, arrivals, SEED), SYNTHETIC_BLOCK)
+
+    def _measure_saturation(self, cell: Cell) -> float:
+        fleet = self.fleet(cell)
+        requests = self._requests(cell.workload, cell.workers, 0.0)
+        if cell.workload == CONVERSATION:
+            asked = asked_of(requests, fleet.block_size)
+            return saturation_rate(fleet, "round_robin", asked)
+        # Prompts that share and are all there at once are computed once: no rate to live at.
+        requests = self._requests(cell.workload, cell.workers, 1.0)
+        return sustained_rate(fleet, "round_robin", asked_of(requests, fleet.block_size))
+
+    def run(self, cell: Cell, asked: list[Asked], name: str) -> dict[str, object]:
+        """One policy in one cell, as a line of the results."""
+        began = time.process_time()
+        fleet = self.fleet(cell)
+        simulated = SimulatedFleet(fleet, make(name), SEED)
+        arm = measure_repeats([simulated.replay(asked, name)], SLO, simulated.workers)
+        stats = simulated.stats().values()
+        return {
+            **cell._asdict(),
+            "policy": name,
+            "requests": len(asked),
+            "offered_rate": len(asked) / asked[-1].arrival_s,
+            "ttft_s": (arm.ttft_ms.mean or 0) / 1e3,
+            "ttft_p99_s": (arm.ttft_ms.p99 or 0) / 1e3,
+            "tpot_ms": arm.tpot_ms.mean,
+            "e2e_s": (arm.e2e_ms.mean or 0) / 1e3,
+            "kept": arm.kept_share,
+            "hit": arm.cached_token_ratio,
+            "ideal": ideal_of(asked, fleet.block_size).cached_token_ratio,
+            "imbalance": arm.imbalance,
+            "errors": arm.errors,
+            "preemptions": sum(one.preemptions for one in stats),
+            "cpu_s": time.process_time() - began,
+        }
+
+
+def done() -> set[tuple[object, ...]]:
+    """What the results hold already."""
+    if not RESULTS.exists():
+        return set()
+    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    return {(*(row[field] for field in Cell._fields), row["policy"]) for row in rows}
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("command", choices=("run", "report"))
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--only", default="", help="cells whose name holds this")
+    parser.add_argument("--without", default="none", help="leave out cells whose name holds this")
+    given = parser.parse_args()
+    if given.command == "report":
+        report.write(FOLDER, RESULTS)
+        return
+    if given.trace is None:
+        parser.error("run needs --trace: the Mooncake conversation trace")
+    study = Study(given.trace)
+    wanted = [cell for cell in CELLS if given.only in cell.name and given.without not in cell.name]
+    for cell, names in (*((c, CORE) for c in wanted), *((c, more_of(c)) for c in wanted)):
+        missing = [name for name in names if (*cell, name) not in done()]
+        if not missing:
+            continue
+        asked = study.asked(cell)
+        for name in missing:
+            row = study.run(cell, asked, name)
+            with RESULTS.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            print(cell.name, name, f"{row['ttft_s']:.2f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Flags of `loadgen simulate`."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from loadgen.arm import OptionError
+from loadgen.flags import LoadFlags
+from loadgen.measures import parse_slo
+from loadgen.simulation.fleet import FleetOptions, Latency
+from loadgen.simulation.reporting import Pace
+from loadgen.simulation.run import SimulateOptions
+from worker.emulated_profiles import PROFILES, ProfileError, profile_of
+
+FLEET, DELAYS = "Simulated fleet", "Delays"
+
+
+def _fleet(text: str, name: str, least: int = 0) -> typer.models.OptionInfo:
+    option: typer.models.OptionInfo = typer.Option(
+        name, help=text, min=least, rich_help_panel=FLEET
+    )
+    return option
+
+
+def _delay(text: str, name: str) -> typer.models.OptionInfo:
+    option: typer.models.OptionInfo = typer.Option(
+        name, help=text, min=0.0, max=1000.0, rich_help_panel=DELAYS
+    )
+    return option
+
+
+@dataclasses.dataclass(kw_only=True)
+class SimulateFlags(LoadFlags):
+    """What is sent, to which fleet, and how late its gateway knows."""
+
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder of the results (out/simulate-TIME).")
+    ] = None
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option("--goodput", help="Bounds in ms, such as --goodput ttft:2000 tpot:100."),
+    ] = None
+    workers: Annotated[int, _fleet("Workers, all alike.", "--workers", 1)] = 16
+    profile: Annotated[
+        str,
+        typer.Option(
+            "--profile",
+            help=f"Of a worker: {', '.join(PROFILES)}, or a TOML or JSON file.",
+            rich_help_panel=FLEET,
+        ),
+    ] = "h100-llama3-8b"
+    kv_tokens: Annotated[
+        int, _fleet("Tokens of a worker's KV pool; 0: the profile's.", "--kv-tokens")
+    ] = 0
+    block_size: Annotated[
+        int, _fleet("Tokens in a block; 0: the trace's blocks, else 16.", "--block-size")
+    ] = 0
+    max_batch_size: Annotated[
+        int, _fleet("Requests that run at once on a worker.", "--max-batch-size", 1)
+    ] = 256
+    token_budget: Annotated[
+        int, _fleet("Tokens computed in one step at most.", "--token-budget", 1)
+    ] = 8192
+    chunk_tokens: Annotated[
+        int, _fleet("Prefill tokens of one request in a step; 0: all.", "--chunk-tokens")
+    ] = 0
+    queue: Annotated[int, _fleet("Requests that may wait at the gateway for room.", "--queue")] = 0
+    report_delay_ms: Annotated[
+        float, _delay("A worker's load reaches the gateway so late.", "--report-delay-ms")
+    ] = 0.0
+    index_lag_ms: Annotated[
+        float, _delay("Changes of its cache reach the gateway so late.", "--index-lag-ms")
+    ] = 0.0
+    report_gap_ms: Annotated[
+        float, _delay("A worker reports at most so often.", "--report-gap-ms")
+    ] = 20.0
+    to_gateway_ms: Annotated[
+        float, _delay("From the client to the decision.", "--to-gateway-ms")
+    ] = 0.0
+    to_worker_ms: Annotated[float, _delay("From the decision to the engine.", "--to-worker-ms")] = (
+        0.0
+    )
+    to_client_ms: Annotated[
+        float, _delay("From the engine back to the client.", "--to-client-ms")
+    ] = 0.0
+
+    def folder(self) -> Path:
+        """Where the results go."""
+        return self.out or Path("out") / f"simulate-{datetime.now():%Y%m%d-%H%M%S}"
+
+    def options(self, policies: tuple[str, ...], out: Path) -> SimulateOptions:
+        """What is to be simulated. Raises OptionError, WorkloadError or SloError."""
+        try:
+            profile = profile_of(self.profile)
+        except ProfileError as error:
+            raise OptionError(str(error)) from error
+        return SimulateOptions(
+            load=self.load(),
+            policies=policies,
+            slo=parse_slo(self.goodput or ()),
+            out=out,
+            fleet=FleetOptions(
+                workers=self.workers,
+                profile=profile,
+                profile_name=self.profile,
+                kv_tokens=self.kv_tokens,
+                block_size=self.block_size,
+                max_batch_size=self.max_batch_size,
+                token_budget=self.token_budget,
+                chunk_tokens=self.chunk_tokens,
+                queue=self.queue,
+                pace=Pace(
+                    gap_s=self.report_gap_ms / 1e3,
+                    load_s=self.report_delay_ms / 1e3,
+                    index_s=self.index_lag_ms / 1e3,
+                ),
+                latency=Latency(
+                    to_gateway_s=self.to_gateway_ms / 1e3,
+                    to_worker_s=self.to_worker_ms / 1e3,
+                    to_client_s=self.to_client_ms / 1e3,
+                ),
+            ),
+        )

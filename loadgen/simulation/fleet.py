@@ -1,0 +1,318 @@
+"""A gateway and its workers in virtual time: requests in, outcomes out."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import msgspec
+import numpy as np
+
+from cluster.blocks import join_hashes
+from cluster.protocol import RequestError, Sampling, WorkerCard
+from loadgen.observer import LoadSample
+from loadgen.outcomes import Outcome
+from loadgen.simulation.events import Clock
+from loadgen.simulation.prompts import Asked, simulated_namespace
+from loadgen.simulation.reporting import Pace, Reporter
+from loadgen.simulation.worker import SimulatedWorker
+from router.dispatch import Dispatcher, NoRoom, Placement
+from router.fleet import Fleet
+from router.metrics import Metrics
+from router.policies import Policy
+from router.tokenization import Prompt
+from worker.emulated_profiles import Profile
+from worker.engine import EngineConfig, EngineRequest, EngineStats, Output
+
+MODEL = "simulated"
+EPOCH = 1
+
+
+class Latency(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request's way takes beside the engine; seconds.
+
+    to_gateway_s   from the client to the decision: transport, parsing, tokenising
+    to_worker_s    from the decision to the engine's queue
+    to_client_s    from the engine back to the client
+    """
+
+    to_gateway_s: float = 0.0
+    to_worker_s: float = 0.0
+    to_client_s: float = 0.0
+
+
+class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """A fleet of equal workers.
+
+    kv_tokens        tokens that a worker's KV pool holds; 0 takes the profile's
+    queue            requests that may wait at the gateway until a worker has room (`gateway.queue`)
+    The others are as in the settings of worker and bus.
+    """
+
+    workers: int
+    profile: Profile
+    profile_name: str
+    kv_tokens: int = 0
+    block_size: int = 16
+    max_batch_size: int = 256
+    token_budget: int = 8192
+    chunk_tokens: int = 0
+    max_waiting: int = 1024
+    eviction: str = "lru"
+    cache_share: float = 1.0
+    queue: int = 0
+    pace: Pace = Pace()
+    latency: Latency = Latency()
+
+    @property
+    def capacity_blocks(self) -> int:
+        """KV blocks of a worker."""
+        return (self.kv_tokens or self.profile.kv_tokens) // self.block_size
+
+    def engine(self) -> EngineConfig:
+        """Sizes of a worker's engine. Raises ValueError where they cannot work."""
+        return EngineConfig(
+            block_size=self.block_size,
+            capacity_blocks=self.capacity_blocks,
+            context_tokens=self.profile.context_tokens,
+            max_batch_size=self.max_batch_size,
+            token_budget=self.token_budget,
+            chunk_tokens=self.chunk_tokens,
+            max_waiting=self.max_waiting,
+            cache_share=self.cache_share,
+        )
+
+
+class _InFlight:
+    """A request on its way. `steps` are runs [first, end) of its worker's steps that gave it a
+    token each."""
+
+    __slots__ = ("asked", "outcome", "placement", "steps", "worker")
+
+    def __init__(self, asked: Asked, outcome: Outcome) -> None:
+        self.asked = asked
+        self.outcome = outcome
+        self.steps: list[list[int]] = []
+        self.placement: Placement | None = None
+        self.worker: SimulatedWorker | None = None
+
+
+class SimulatedFleet:
+    """One run over some requests: made for one `replay`, with a policy that is fresh as well."""
+
+    def __init__(self, options: FleetOptions, policy: Policy, seed: int) -> None:
+        self._options = options
+        self._clock = clock = Clock()
+        self.router = Fleet(clock=lambda: clock.now)
+        self._dispatcher = Dispatcher(
+            self.router,
+            policy,
+            Metrics(self.router, _no_bus),
+            random.Random(f"simulate/{seed}"),
+        )
+        self._namespace = simulated_namespace(options.block_size)
+        self._root = self._namespace.root()
+        self._queue: deque[_InFlight] = deque()
+        if options.queue:
+            self._dispatcher.holds_back = True
+            self.router.on_room = self._look
+        self._flights: dict[str, _InFlight] = {}
+        self._on_ended: Callable[[Outcome], None] = _ignore
+        self._open = 0
+        self.workers = {
+            (card := self._card(number)).worker: self._worker(card)
+            for number in range(options.workers)
+        }
+
+    def replay(
+        self,
+        asked: Sequence[Asked],
+        arm: str,
+        on_ended: Callable[[Outcome], None] | None = None,
+    ) -> list[Outcome]:
+        """Outcomes of the requests, in their order. `on_ended` may take of an outcome what it
+        needs before it is kept."""
+        self._on_ended = on_ended or _ignore
+        to_gateway_s = self._options.latency.to_gateway_s
+        outcomes = []
+        for request in asked:
+            trace = request.trace
+            outcome = Outcome(
+                arm=arm,
+                id=request.id,
+                session=trace.session,
+                turn=trace.turn,
+                group=trace.kind,
+                intended_s=request.arrival_s,
+                sent_s=request.arrival_s,
+            )
+            outcomes.append(outcome)
+            flight = _InFlight(request, outcome)
+            self._clock.at(request.arrival_s + to_gateway_s, self._arrive, flight)
+        self._open = len(asked)
+        self._clock.run()
+        return outcomes
+
+    def sample_load(self, interval_s: float) -> list[LoadSample]:
+        """A list that fills while requests are replayed: every worker's load, as the router
+        believes it, each `interval_s`; 0 samples nothing."""
+        samples: list[LoadSample] = []
+        if interval_s > 0:
+            self._clock.at(0.0, self._sample, interval_s, samples)
+        return samples
+
+    def _sample(self, interval_s: float, samples: list[LoadSample]) -> None:
+        block_size, now = self._options.block_size, self._clock.now
+        for member in self.router.members():
+            load = self.router.load_of(member)
+            samples.append(
+                LoadSample(
+                    at_s=now,
+                    worker=member.card.worker,
+                    pending_prefill_tokens=load.pending_prefill_tokens,
+                    running=load.running,
+                    waiting=load.waiting,
+                    cached_tokens=self.router.index.count(member.slot) * block_size,
+                )
+            )
+        if self._open:
+            self._clock.at(now + interval_s, self._sample, interval_s, samples)
+
+    def stats(self) -> dict[str, EngineStats]:
+        """Each worker's counts."""
+        return {name: worker.core.stats() for name, worker in self.workers.items()}
+
+    def check(self) -> None:
+        """Raises where router or engines contradict themselves."""
+        self.router.check()
+        for worker in self.workers.values():
+            worker.core.check()
+
+    # The gateway
+
+    def _arrive(self, flight: _InFlight) -> None:
+        if not self._queue and self._place(flight):
+            return
+        if len(self._queue) < self._options.queue:
+            self._queue.append(flight)
+        else:
+            self._fail(flight, 429, "no worker has a free KV block")
+
+    def _look(self) -> None:
+        while self._queue and self._place(self._queue[0]):
+            self._queue.popleft()
+
+    def _place(self, flight: _InFlight) -> bool:
+        asked = flight.asked
+        packed = asked.packed()
+        prompt = Prompt(packed, asked.chain, self._namespace)
+        try:
+            placement = self._dispatcher.place(MODEL, prompt, asked.id)
+        except NoRoom:
+            return False
+        assert placement is not None, "workers never leave a simulation"
+        flight.placement = placement
+        flight.worker = self.workers[placement.worker]
+        outcome = flight.outcome
+        outcome.worker, outcome.policy = placement.worker, placement.policy
+        outcome.predicted_hit_tokens = placement.predicted_hit_tokens
+        self._flights[asked.id] = flight
+        request = EngineRequest(
+            request_id=asked.id,
+            token_ids=packed,
+            namespace_root=self._root,
+            sampling=Sampling(max_tokens=asked.trace.output_tokens, seed=0, ignore_eos=True),
+            block_hashes=join_hashes(asked.chain),
+            request_type=asked.trace.kind,
+            turn=asked.trace.turn + 1,
+        )
+        arrives_s = self._clock.now + self._options.latency.to_worker_s
+        self._clock.at(arrives_s, flight.worker.receive, request)
+        return True
+
+    # What workers tell
+
+    def _token(self, request_id: str, step: int, count: int) -> None:
+        steps = self._flights[request_id].steps
+        if steps and steps[-1][1] == step:
+            steps[-1][1] += count
+        else:
+            steps.append([step, step + count])
+
+    def _end(self, output: Output) -> None:
+        flight = self._flights.pop(output.request_id)
+        worker, placement = flight.worker, flight.placement
+        assert worker is not None
+        assert placement is not None
+        back_s = self._options.latency.to_client_s
+        self._clock.at(self._clock.now + back_s, self.router.release, placement.booking)
+        outcome = flight.outcome
+        ends = worker.ends_s
+        tokens_s = np.concatenate([np.asarray(ends[first:end]) for first, end in flight.steps])
+        outcome.status, outcome.http_status = "ok", 200
+        outcome.finish_reason = output.finish_reason
+        outcome.first_token_s = float(tokens_s[0]) + back_s
+        outcome.end_s = float(tokens_s[-1]) + back_s
+        outcome.prompt_tokens = flight.asked.trace.prompt_tokens
+        outcome.cached_tokens = outcome.hit_tokens = output.hit_tokens
+        outcome.completion_tokens = len(tokens_s)
+        outcome.itl_ms = (np.diff(tokens_s) * 1e3).tolist()
+        self._open -= 1
+        self._on_ended(outcome)
+
+    def _refused(self, request_id: str, error: RequestError) -> None:
+        flight = self._flights.pop(request_id)
+        assert flight.placement is not None
+        self.router.release(flight.placement.booking)
+        self._fail(flight, error.status, error.message)
+
+    def _fail(self, flight: _InFlight, status: int, reason: str) -> None:
+        outcome = flight.outcome
+        outcome.status, outcome.http_status, outcome.error = "failed", status, reason
+        outcome.end_s = self._clock.now + self._options.latency.to_client_s
+        self._open -= 1
+        self._on_ended(outcome)
+
+    # Set-up
+
+    def _card(self, number: int) -> WorkerCard:
+        options = self._options
+        return WorkerCard(
+            worker=f"w{number:03d}",
+            epoch=EPOCH,
+            address=f"simulated:{number}",
+            model=MODEL,
+            namespace=self._namespace,
+            namespace_check="",
+            capacity_blocks=options.capacity_blocks,
+            context_tokens=options.profile.context_tokens,
+            max_batch_size=options.max_batch_size,
+            token_budget=options.token_budget,
+            device=f"simulated:{options.profile_name}",
+            state="ready",
+        )
+
+    def _worker(self, card: WorkerCard) -> SimulatedWorker:
+        options = self._options
+        self.router.on_card(card)
+        slot = self.router.members()[-1].slot  # names are in order
+        return SimulatedWorker(
+            self._clock,
+            options.engine(),
+            options.profile.cost,
+            options.eviction,
+            Reporter(self._clock, self.router, slot, card, options.pace),
+            self._token,
+            self._end,
+            self._refused,
+        )
+
+
+def _no_bus() -> NoReturn:
+    raise NotImplementedError("nobody scrapes a simulation")
+
+
+def _ignore(outcome: Outcome) -> None:
+    return None

@@ -1,0 +1,107 @@
+"""`loadgen simulate`: what it takes, what it writes, how it ends."""
+
+import json
+
+import msgspec
+import pytest
+
+from cluster.settings import WorkerSettings
+from loadgen.cli import main
+from loadgen.plan import Load
+from loadgen.requests import Request, encode_requests
+from loadgen.simulation.prompts import packed_tokens
+from loadgen.simulation.source import sent_of
+from router.openai_api import parse_either
+from router.tokenization import Encoder
+from worker.build import build_engine
+
+WORKLOAD = ["--workload", "rag", "--request-rate", "20", "--num-prompts", "40"]
+SMALL = ["--workers", "3", "--policies", "round_robin,locality"]
+
+
+def run(arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", *arguments])
+    return ended.value.code
+
+
+def body(**fields):
+    return msgspec.Raw(msgspec.json.encode({"model": "m", "stream": True} | fields))
+
+
+def request_file(folder):
+    path = folder / "file.jsonl"
+    shared = {"role": "system", "content": "Grüße, 世界. " * 20}
+    bodies = [
+        body(messages=[shared, {"role": "user", "content": "one"}], max_tokens=5),
+        body(messages=[shared, {"role": "user", "content": "other"}], max_completion_tokens=7),
+    ]
+    requests = [
+        Request(id=f"r{n}", intended_at_s=float(n), session="s", turn=n, group="g", body=body)
+        for n, body in enumerate(bodies)
+    ]
+    path.write_bytes(encode_requests(requests))
+    return path, bodies
+
+
+def test_the_summary_is_that_of_a_live_run_and_says_simulated(tmp_path):
+    assert run([*WORKLOAD, *SMALL, "--goodput", "ttft:500", "--out", str(tmp_path)]) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["command"], summary["emulated"], summary["valid"]) == ("simulate", True, True)
+    assert {worker["device"] for worker in summary["fleet"]} == {"simulated:h100-llama3-8b"}
+    assert any("no request was sent" in note for note in summary["source"]["notes"])
+    locality = summary["arms"]["locality"]
+    assert locality["requests"] == summary["source"]["requests"] > 0
+    assert locality["cached_token_ratio"] <= summary["ideal"]["cached_token_ratio"]
+    assert locality["ttft_ms"]["mean"] > 0
+    assert "round_robin" in summary["paired"]["locality"]["against"]
+    assert "<strong>simulated</strong>" in (tmp_path / "report.html").read_text()
+
+
+def test_the_same_seed_writes_the_same_outcomes(tmp_path):
+    for name in ("one", "other"):
+        assert run([*WORKLOAD, *SMALL, "--seed", "3", "--out", str(tmp_path / name)]) == 0
+    one, other = ((tmp_path / n / "requests.jsonl").read_bytes() for n in ("one", "other"))
+    assert one == other
+
+
+def test_a_fleet_that_cannot_serve_the_requests_is_invalid(tmp_path, capsys):
+    assert run([*WORKLOAD, *SMALL, "--kv-tokens", "160", "--out", str(tmp_path)]) == 3
+    assert "requests failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--policies", "greedy"], "there is no policy"),
+        (["--policies", "random,random"], "once each"),
+        (["--profile", "abacus"], "h100-llama3-8b"),
+        (["--kv-tokens", "3"], "capacity_blocks"),
+    ],
+)
+def test_wrong_usage_is_said_in_words(flags, said, tmp_path, capsys):
+    assert run([*WORKLOAD, *flags, "--out", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_profile_may_be_a_file(tmp_path):
+    profile = tmp_path / "mine.toml"
+    profile.write_text("kv_tokens = 50_000\ncontext_tokens = 9000\n[cost]\nstep_s = 0.5\n")
+    assert run([*WORKLOAD, *SMALL, "--profile", str(profile), "--out", str(tmp_path)]) == 0
+    arm = json.loads((tmp_path / "summary.json").read_text())["arms"]["locality"]
+    assert arm["tpot_ms"]["mean"] == pytest.approx(500)
+
+
+def test_a_request_file_is_simulated_with_the_tokens_of_an_emulated_worker(tmp_path):
+    path, bodies = request_file(tmp_path)
+    one, other = sent_of(Load(requests=path), 16).requests
+    _, info = build_engine(WorkerSettings(model="emulated:steady-25ms", kv_blocks=8))
+    encoder = Encoder(info.model)
+    ids = [encoder.encode(encoder.render(parse_either(bytes(b))), bos=False) for b in bodies]
+    assert [one.prompt_tokens, other.prompt_tokens] == list(map(len, ids))
+    assert [one.output_tokens, other.output_tokens] == [5, 7]
+    common = next(i for i, (a, b) in enumerate(zip(*ids, strict=False)) if a != b)
+    assert common > 100
+    shared = sum(a == b for a, b in zip(one.hash_ids, other.hash_ids, strict=False))
+    assert shared == common // 16
+    assert packed_tokens(one)[: 64 * shared] == packed_tokens(other)[: 64 * shared]

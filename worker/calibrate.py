@@ -1,0 +1,189 @@
+"""A profile of the emulated accelerator fitted from a real engine's steps.
+
+Batches of random shape are given to the engine's own runner and timed: prefills of many lengths
+after contexts of many lengths, decodes of many batch sizes, and both together. `CostModel`'s five
+coefficients are fitted to two thirds of the steps; the others, which the fit has not seen, tell its
+error.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from cluster.protocol import Sampling
+from worker.emulated_profiles import CostModel, Profile
+from worker.engine import BatchItem, Runner
+from worker.prefill_speed import FloatArray, fit_step_time
+
+LEAST_STEPS = 30
+"""Fewer cannot tell five coefficients apart."""
+
+RELUCTANCE = np.array([3e-4, 1e-9, 3e-4, 3e-4, 3e-4])
+"""Of steps, prefill tokens, pairs, decodes, context tokens: see `worker.prefill_speed`."""
+
+WARM_UP_STEPS = 3
+MOST_PREFILLS = 2
+TOKEN = 7
+"""What is computed does not matter, only how much."""
+
+Shape = list[tuple[int, int]]
+"""Of a batch: (start, count) of each sequence. One token is a decode."""
+
+
+class Limits(NamedTuple):
+    """What the engine can take: tokens of one sequence, of one step, of the pool, sequences."""
+
+    context_tokens: int
+    token_budget: int
+    pool_tokens: int
+    batch: int
+    block_size: int
+
+
+class Step(NamedTuple):
+    """A batch and how long it took."""
+
+    shape: Shape
+    seconds: float
+
+
+class Fit(NamedTuple):
+    """What was found.
+
+    error, error_p90   |predicted − measured| / measured over the steps held out: median and 90th
+                       percentile
+    """
+
+    cost: CostModel
+    steps: int
+    error: float
+    error_p90: float
+
+
+class CalibrationError(RuntimeError):
+    """No profile can be fitted. Its text says what to change."""
+
+
+def measure(
+    runner: Runner,
+    limits: Limits,
+    seconds: float,
+    seed: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Step]:
+    """Steps of random shape, for so many seconds. Raises CalibrationError where they are few."""
+    rng = random.Random(seed)
+    for _ in range(WARM_UP_STEPS):
+        runner.execute(_batch([(0, min(limits.token_budget, limits.context_tokens))], limits))
+    steps: list[Step] = []
+    end = clock() + seconds
+    while clock() < end:
+        shape = draw(rng, limits)
+        batch = _batch(shape, limits)
+        began = clock()
+        runner.execute(batch)
+        steps.append(Step(shape, clock() - began))
+    if len(steps) < LEAST_STEPS:
+        raise CalibrationError(
+            f"only {len(steps)} steps in {seconds:g} s, {LEAST_STEPS} are needed: measure longer "
+            "(--seconds) or with a smaller --token-budget"
+        )
+    return steps
+
+
+def draw(rng: random.Random, limits: Limits) -> Shape:
+    """A third each: prefills, decodes, both. Lengths are drawn evenly in their logarithm."""
+    kind = rng.randrange(3)
+    shape: Shape = []
+    pool = limits.pool_tokens
+    budget = limits.token_budget
+    for _ in range(rng.randint(1, MOST_PREFILLS) if kind != 1 else 0):
+        count = _log_uniform(rng, 2, min(budget, pool, limits.context_tokens))
+        start = _log_uniform(rng, 1, max(1, min(pool, limits.context_tokens) - count)) - 1
+        if count < 2 or start + count > pool:
+            break
+        shape.append((start, count))
+        budget -= count
+        pool -= _whole_blocks(start + count, limits)
+        if min(budget, pool) < 2:
+            break
+    if kind != 0 and budget > 0:
+        decodes = _log_uniform(rng, 1, min(limits.batch - len(shape), budget))
+        context = _log_uniform(rng, 1, max(1, min(limits.context_tokens, pool // decodes)))
+        if _whole_blocks(context, limits) * decodes <= pool:
+            shape += [(context - 1, 1)] * decodes
+    return shape or [(0, 1)]
+
+
+def fit(steps: Sequence[Step]) -> Fit:
+    """The cost model that two thirds of the steps give, and how far it is from the others."""
+    held_out = np.arange(len(steps)) % 3 == 2
+    features = np.array([_features(step.shape) for step in steps])
+    seconds = np.array([step.seconds for step in steps])
+    found = fit_step_time(features[~held_out], seconds[~held_out], RELUCTANCE)
+    predicted = features[held_out] @ found
+    errors: FloatArray = np.abs(predicted - seconds[held_out]) / seconds[held_out]
+    step_s, token_s, pair_s, decode_s, context_s = found.tolist()
+    cost = CostModel(
+        step_s=step_s,
+        prefill_token_s=token_s,
+        prefill_pair_s=pair_s,
+        decode_s=decode_s,
+        context_token_s=context_s,
+    )
+    return Fit(cost, len(steps), float(np.median(errors)), float(np.percentile(errors, 90)))
+
+
+def profile_from(found: Fit, limits: Limits) -> Profile:
+    """The profile of the engine that was measured."""
+    return Profile(
+        cost=found.cost, kv_tokens=limits.pool_tokens, context_tokens=limits.context_tokens
+    )
+
+
+def _features(shape: Shape) -> list[float]:
+    """Steps, prefill tokens, pairs, decodes, context tokens: as `CostModel.seconds` counts."""
+    tokens = pairs = decodes = context = 0.0
+    for start, count in shape:
+        if count == 1:
+            decodes += 1
+            context += start + 1
+        else:
+            tokens += count
+            pairs += count * start + count * (count + 1) / 2
+    return [1.0, tokens, pairs, decodes, context]
+
+
+def _batch(shape: Shape, limits: Limits) -> list[BatchItem]:
+    """Sequences side by side in the pool; each samples, so that the device has finished."""
+    batch, block = [], 1
+    for number, (start, count) in enumerate(shape):
+        blocks = _whole_blocks(start + count, limits) // limits.block_size
+        batch.append(
+            BatchItem(
+                request_id=f"c{number}",
+                token_ids=[TOKEN] * count,
+                start=start,
+                block_table=list(range(block, block + blocks)),
+                sample=True,
+                sampling=Sampling(max_tokens=1, temperature=0.0, seed=0),
+                output_index=0,
+            )
+        )
+        block += blocks
+    return batch
+
+
+def _whole_blocks(tokens: int, limits: Limits) -> int:
+    return -(-tokens // limits.block_size) * limits.block_size
+
+
+def _log_uniform(rng: random.Random, least: int, most: int) -> int:
+    if most <= least:
+        return most
+    return round(float(np.exp(rng.uniform(np.log(least), np.log(most)))))
