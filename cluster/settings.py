@@ -90,6 +90,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     kv_memory_share  share of free accelerator memory for the pool
     context_tokens   longest prompt + output; 0 takes the model's own
     max_batch_size   sequences that may run at once
+    cuda_graphs      on CUDA with triton, record decode steps at start and replay them
     token_budget     tokens computed in one step at most
     chunk_tokens     prompt tokens of one sequence in one step at most; 0 is the whole budget
     max_waiting      requests that may wait; more are refused with 429
@@ -120,6 +121,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     kv_memory_share: float = 0.85
     context_tokens: int = 0
     max_batch_size: int = 64
+    cuda_graphs: bool = True
     token_budget: int = 512
     chunk_tokens: int = 0
     max_waiting: int = 1024

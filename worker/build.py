@@ -10,6 +10,7 @@ import torch
 from cluster.blocks import Namespace
 from cluster.protocol import ModelInfo
 from cluster.settings import WorkerSettings
+from worker.decode_graphs import CudaCapture
 from worker.emulator import EMULATED, build_emulated
 from worker.engine import EngineConfig, EngineCore
 from worker.eviction_choice import parse_eviction
@@ -56,6 +57,8 @@ def build_engine(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
         pin_share=settings.pin_share,
     )
     runner = TorchRunner(model, kv_blocks, settings.block_size, settings.attention)
+    if device.type == "cuda" and settings.cuda_graphs and runner.replayable_decodes:
+        runner.capture_decodes(settings.max_batch_size, config.sequence_limit, CudaCapture())
     fields = of_weights(loaded, dtype, settings.block_size)
     tiers = open_tiers(settings, runner, fields["namespace"], kv_blocks)
     make_policy = parse_eviction(settings.eviction)

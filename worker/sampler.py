@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from cluster.protocol import Sampling
+from worker.staging import upload
 
 GREEDY_BELOW = 1e-5
 """Lower temperatures are greedy."""
@@ -37,27 +38,27 @@ def uniform(seed: int, output_index: int) -> float:
     return float((int.from_bytes(digest, "little") >> 11) * 2.0**-53)
 
 
-def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """One token id for each row of `logits` `[rows, vocabulary]` (fp32).
+def sample(logits: torch.Tensor, draws: Sequence[Draw], likeliest: torch.Tensor) -> torch.Tensor:
+    """One token id for each row of `logits` `[rows, vocabulary]` (fp32), on its device.
 
+    likeliest  `[rows]`, greatest logit of each row; becomes the answer, in place
+    On CUDA the host waits for nothing.
     Raises ValueError for a draw that is not greedy and has no seed.
     """
-    tokens = logits.argmax(dim=-1)
     random = [
         index for index, draw in enumerate(draws) if draw.sampling.temperature >= GREEDY_BELOW
     ]
     if random:
-        rows = torch.tensor(random, device=logits.device)
+        rows = upload(random, torch.int64, logits.device)
         drawn = _draw(logits.index_select(0, rows), [draws[index] for index in random])
-        tokens.index_copy_(0, rows, drawn)
-    ids: list[int] = tokens.tolist()
-    return ids
+        likeliest.index_copy_(0, rows, drawn)
+    return likeliest
 
 
 def _draw(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
     """Token ids `[rows]`: temperature, then top-k, then top-p of what is left."""
     vocabulary = logits.shape[1]
-    columns = torch.tensor(
+    columns = upload(
         [
             (
                 draw.sampling.temperature,
@@ -67,8 +68,9 @@ def _draw(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
             )
             for draw in draws
         ],
-        dtype=torch.float64,
-    ).to(logits.device)
+        torch.float64,
+        logits.device,
+    )
     temperature, top_p, top_k, number = columns.unbind(dim=1)
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None].float()
     limits = [draw.sampling.top_k for draw in draws]

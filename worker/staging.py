@@ -1,4 +1,4 @@
-"""Host data on its way to the device, without making the host wait."""
+"""Data on its way to the device and back. Only the way back makes the host wait."""
 
 from __future__ import annotations
 
@@ -26,3 +26,16 @@ def upload(
     if device.type == "cuda":
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
+
+
+def read_back(tokens: torch.Tensor) -> list[int]:
+    """Values of an int64 tensor `[size]`, once the device has computed them."""
+    if tokens.device.type == "cuda":
+        host = staging_buffer(len(tokens), tokens.device)
+        host.copy_(tokens, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        copied.synchronize()
+        tokens = host
+    ids: list[int] = tokens.tolist()
+    return ids

@@ -7,8 +7,7 @@ import torch
 
 from tests.worker.tiny_models import item
 from worker.attention import attention_backend
-from worker.models import LlamaModel
-from worker.runner import TorchRunner
+from worker.step_layout import StepLayout
 
 
 class Heads(NamedTuple):
@@ -20,6 +19,7 @@ class Heads(NamedTuple):
 
 
 HEADS = Heads(6, 2, 8)
+CPU = torch.device("cpu")
 
 
 class Paged:
@@ -51,17 +51,13 @@ class Paged:
     def random(self, *shape):
         return torch.randn(shape, generator=self.generator).to(self.dtype)
 
-    def metadata(self):
-        runner = TorchRunner.__new__(TorchRunner)  # the layout needs no weights
-        runner.block_size = self.block_size
-        runner._capacity_blocks = len(self.pools[0]) - 1
-        runner.model = LlamaModel.__new__(LlamaModel)
-        runner.model.device = torch.device("cpu")
+    def metadata(self, device=CPU):
+        layout = StepLayout(self.block_size, len(self.pools[0]) - 1, device)
         batch = [
             item([0] * rows, length - rows, table)
             for (length, rows), table in zip(self.lengths, self.tables, strict=True)
         ]
-        attention = runner.lay_out(batch).attention
+        attention = layout(batch).on(device).attention
         laid_out = list(zip(attention.context_lens, attention.query_lens, strict=True))
         assert laid_out == self.lengths, "list the sequences in the order of the layout"
         return attention

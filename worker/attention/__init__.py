@@ -104,6 +104,11 @@ def attention_backend(name: str, device: torch.device | str = "cpu") -> Attentio
 
     Raises ValueError for a name that is not there, or a backend whose package is missing.
     """
+    if name == "varlen":
+        raise ValueError(
+            "varlen only cross-checks triton, in tests/gpu/run.py, since it reads no blocks below "
+            "256 tokens; set worker.attention to triton"
+        )
     if name not in BACKENDS:
         raise ValueError(f"no attention backend {name!r}; there are {', '.join(BACKENDS)}")
     if name == "auto":

@@ -1,0 +1,108 @@
+"""The GPU script where there is no GPU: it says so; its arithmetic, and its checks on a CPU."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu import checks, speed
+from tests.gpu.floors import DeviceRates, ModelCost, cost_of, decode_speed, prefill_speed, table
+from tests.gpu.run import checked
+from tests.worker.paged import Heads
+from tests.worker.tiny_models import tiny_model
+from worker.attention import attention_backend
+
+ROOT = Path(__file__).parents[2]
+RATES = DeviceRates(bytes_per_s=1000.0, flop_per_s=5000.0)
+COST = ModelCost(weight_bytes=400, token_flop=200, head_flop=100, pair_flop=2, kv_token_bytes=10)
+ON_GPU = torch.cuda.is_available()
+
+
+@pytest.mark.skipif(ON_GPU, reason="there is a GPU, on which the script would run")
+def test_without_a_gpu_the_script_ends_with_2_and_says_why(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/gpu/run.py"), "--out", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+    )
+    assert done.returncode == 2
+    assert "could not run: torch" in done.stderr
+    assert "no CUDA device; run this on a machine with a GPU" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_floors_of_a_decode_step():
+    """600 bytes in 0.6 s; 2 x 320 products and sums in 0.128 s."""
+    found = decode_speed(COST, RATES, batch=2, context=10, step_s=1.2)
+    assert found.tokens_per_s == pytest.approx(2 / 1.2)
+    assert found.memory_bound == pytest.approx(2 / 0.6)
+    assert found.compute_bound == pytest.approx(2 / 0.128)
+    assert found.share == pytest.approx(0.5)
+
+
+def test_the_floors_of_a_prefill():
+    """500 bytes in 0.5 s; 10 tokens, one head and 55 pairs in 0.442 s."""
+    found = prefill_speed(COST, RATES, tokens=10, step_s=1.0)
+    assert found.memory_bound == pytest.approx(20)
+    assert found.compute_bound == pytest.approx(10 / 0.442)
+    assert found.share == pytest.approx(0.5)
+
+
+def test_a_models_cost_is_that_of_its_matrices():
+    model = tiny_model(dtype=torch.bfloat16)
+    matrices = [weight for weight in model.parameters() if weight.dim() == 2]
+    elements = sum(weight.numel() for weight in matrices) - model.embedding.numel()
+    cost = cost_of(model)
+    assert cost.weight_bytes == 2 * elements
+    assert cost.token_flop + cost.head_flop == 2 * elements
+    assert cost.kv_token_bytes == 2 * 2 * 2 * 8 * 2
+    assert cost.pair_flop == 2 * 2 * 2 * 32
+
+
+def test_the_table_has_a_line_for_each_speed():
+    speeds = [decode_speed(COST, RATES, 2, 10, 1.2), prefill_speed(COST, RATES, 10, 1.0)]
+    lines = table(speeds).splitlines()
+    assert len(lines) == 3
+    assert "decode, batch 2, context 10" in lines[1]
+    assert lines[1].endswith("50.0%")
+
+
+def test_a_check_that_fails_does_not_stop_the_others(capsys):
+    def off():
+        raise AssertionError("off by 1")
+
+    assert checked("sums", off) == ("sums", False, "AssertionError: off by 1")
+    assert checked("sums", lambda: "3 of 3") == ("sums", True, "3 of 3")
+    assert "FAILED sums" in capsys.readouterr().out
+
+
+def test_the_attention_check_finds_an_error():
+    class Shifted(type(attention_backend("sdpa"))):
+        def attend(self, *given):
+            return super().attend(*given) + 0.1
+
+    shape = ([(40, 1), (37, 21)], 16, Heads(6, 2, 16), torch.float32, torch.device("cpu"))
+    assert checks.attention_error(attention_backend("sdpa"), *shape) == 0
+    assert checks.attention_error(Shifted(), *shape) == pytest.approx(0.1, rel=1e-3)
+
+
+def test_the_cache_check_holds_on_a_cpu():
+    torch.set_num_threads(1)
+    assert "prompt tokens reused" in checks.check_cache(tiny_model(), None)
+
+
+def test_the_steps_that_must_not_wait_run_on_a_cpu():
+    runner = checks.new_runner(tiny_model(), 32, None)
+    assert [len(runner.execute(batch)) for batch in checks.kinds_of_steps()] == [4, 3, 3]
+
+
+def test_the_steps_that_are_timed_run_on_a_cpu():
+    runner = checks.new_runner(tiny_model(), 32, None)
+    assert speed.decode_seconds(runner, batch=2, context=20, blocks_each=4) > 0
+    assert speed.prefill_seconds(runner, tokens=100) > 0
