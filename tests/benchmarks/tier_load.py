@@ -102,7 +102,7 @@ def _timed(core: EngineCore, prompt: list[int], hit: int) -> float:
     while core.has_work():
         if core.waits_for_loads():
             time.sleep(0.0005)  # as the engine's process does, instead of holding the GIL
-        outputs += core.step()
+        outputs += core.step(time.monotonic())
     seconds = time.perf_counter() - start_s
     (output,) = outputs
     if output.finish_reason != "length" or output.hit_tokens != hit:
@@ -114,7 +114,7 @@ def _written(core: EngineCore) -> None:
     """Let all that left the device arrive on disk."""
     tiers = core.tiers
     assert tiers is not None
-    core.expire(0.0)
+    core.expire(time.monotonic())
     while tiers.pending:
         time.sleep(0.001)
-        core.expire(0.0)
+        core.expire(time.monotonic())
