@@ -85,12 +85,13 @@ def of_request_file(requests: Sequence[Request], block_tokens: int) -> list[Trac
     for request in requests:
         try:
             asked = parse_either(bytes(request.body))
-            tokens = asked.token_ids or encoder.encode(
-                asked.text or encoder.render(asked), bos=True
+            packed = (
+                pack_tokens(asked.token_ids)
+                if asked.token_ids
+                else encoder.encode(asked.text or encoder.render(asked), bos=True)
             )
         except RequestError as error:
             raise RequestFileError(f"request {request.id}: {error.message}") from error
-        packed = pack_tokens(tokens)
         parent, chain = -1, []
         for begin in range(0, len(packed), 4 * block_tokens):
             key = (parent, packed[begin : begin + 4 * block_tokens])
@@ -101,7 +102,7 @@ def of_request_file(requests: Sequence[Request], block_tokens: int) -> list[Trac
                 arrival_s=request.intended_at_s,
                 session=request.session,
                 turn=request.turn,
-                prompt_tokens=len(tokens),
+                prompt_tokens=len(packed) // 4,
                 output_tokens=asked.max_tokens or DEFAULT_MAX_TOKENS,
                 hash_ids=tuple(chain),
                 block_tokens=block_tokens,

@@ -1,6 +1,7 @@
 """`loadgen simulate`: what it takes, what it writes, how it ends."""
 
 import json
+from array import array
 
 import msgspec
 import pytest
@@ -97,7 +98,8 @@ def test_a_request_file_is_simulated_with_the_tokens_of_an_emulated_worker(tmp_p
     one, other = sent_of(Load(requests=path), 16).requests
     _, info = build_engine(WorkerSettings(model="emulated:steady-25ms", kv_blocks=8))
     encoder = Encoder(info.model)
-    ids = [encoder.encode(encoder.render(parse_either(bytes(b))), bos=False) for b in bodies]
+    packed = [encoder.encode(encoder.render(parse_either(bytes(b))), bos=False) for b in bodies]
+    ids = [array("I", tokens).tolist() for tokens in packed]
     assert [one.prompt_tokens, other.prompt_tokens] == list(map(len, ids))
     assert [one.output_tokens, other.output_tokens] == [5, 7]
     common = next(i for i, (a, b) in enumerate(zip(*ids, strict=False)) if a != b)

@@ -160,12 +160,10 @@ def test_steps_that_are_not_of_decodes_only_are_computed_as_ever():
 
 
 def test_adopted_weights_are_those_that_a_replay_computes_with():
-    """A graph knows addresses, so new weights have to arrive at the old ones."""
+    """Launch by launch, as on a CPU. That new weights on CUDA lie where the old ones did, which a
+    recorded graph needs, only a GPU can show."""
     model, other = tiny_model(seed=1), tiny_model(seed=2)
     runner = graph_runner(model)
-    addresses = [
-        tensor.data_ptr() for tensor in model.parameters() if tensor.layout is torch.strided
-    ]
     batch = [item([5], 0, [1]), item([9], 0, [2]), item([11], 0, [3])]
     before = runner.execute(batch)
     with torch.inference_mode():
@@ -173,9 +171,6 @@ def test_adopted_weights_are_those_that_a_replay_computes_with():
     after = runner.execute(batch)
     assert after == TorchRunner(other, 8, BLOCK).execute(batch)
     assert after != before
-    assert addresses == [
-        tensor.data_ptr() for tensor in model.parameters() if tensor.layout is torch.strided
-    ]
 
 
 def test_a_backend_that_plans_by_length_is_refused():

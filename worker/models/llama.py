@@ -77,14 +77,13 @@ class LlamaModel:
     def adopt(self, other: LlamaModel) -> None:
         """Take over the weights of a model of the same configuration and dtype.
 
-        From one device to another they are copied in place: no memory for a second copy is needed
-        on the device, and whatever refers to the tensors goes on. On one device both models then
-        share them, in whatever layout they are. Raises ValueError where `other` is no model of
-        the same shape.
+        On an accelerator they are copied in place: no memory for a second copy is needed there, and
+        whatever knows the tensors' addresses goes on. On the host both models then share them, in
+        whatever layout they are. Raises ValueError where `other` is no model of the same shape.
         """
         if (self.config, self.dtype) != (other.config, other.dtype):
             raise ValueError("only a model of the same configuration and dtype can be adopted")
-        if self.device == other.device:
+        if self.device.type == other.device.type == "cpu":
             self.embedding, self.layers = other.embedding, other.layers
             self.norm, self.head = other.norm, other.head
         else:
