@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from cluster.protocol import Sampling
+from worker.batch import BatchItem, Runner
 from worker.emulated_profiles import CostModel, Profile
-from worker.engine import BatchItem, Runner
 from worker.prefill_speed import FloatArray, fit_step_time
 
 LEAST_STEPS = 30

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from cluster.blocks import Namespace
 from cluster.protocol import ModelInfo
 from cluster.settings import WorkerSettings
+from worker.batch import BatchItem
 from worker.emulated_profiles import CostModel, ProfileError, profile_of
 from worker.emulated_text import CHAT_TEMPLATE, END, byte_tokenizer, letters, token_id
-from worker.engine import BatchItem, EngineConfig, EngineCore
+from worker.engine import EngineConfig, EngineCore
 from worker.eviction_choice import parse_eviction
 from worker.fingerprint import digest_fields
 from worker.messages import EngineInfo
@@ -26,7 +27,7 @@ EMULATED = "emulated:"
 
 
 class EmulatedRunner:
-    """Implements `worker.engine.Runner`. A step lasts as long as its cost says, its own work
+    """Implements `worker.batch.Runner`. A step lasts as long as its cost says, its own work
     included.
 
     A step that goes on with a sequence of the step before begins where that one ended: an engine on

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
 
 import msgspec
 
 from cluster.blocks import hash_block as sha256_block
-from cluster.protocol import ColdReport, Load, RequestError, Sampling
+from cluster.protocol import ColdReport, Load, RequestError
+from worker.batch import Runner, batch_of, check_sampled
 from worker.block_pool import BlockPool, InvariantError
 from worker.engine_config import EngineConfig
 from worker.engine_stats import EngineStats, EvictionAges, TierStats
@@ -25,7 +25,6 @@ from worker.sequence import EngineRequest, Sequence
 from worker.tiers.cold_tiers import ColdTiers
 
 __all__ = [
-    "BatchItem",
     "Changes",
     "EngineConfig",
     "EngineCore",
@@ -34,45 +33,11 @@ __all__ = [
     "EvictionAges",
     "InvariantError",
     "Output",
-    "Runner",
 ]
 
 
 ROOT_BYTES = 32
 """Size of a namespace root. Longer than a hash, so no content of depth 0 equals a deeper one."""
-
-
-class BatchItem(NamedTuple):
-    """One sequence's part of a step.
-
-    token_ids     tokens to compute in this step; their KV is written
-    start         position of token_ids[0]; the KV of positions [0, start) is in the pool
-    block_table   covers positions [0, start + len(token_ids)), may be longer; position p lies
-                  in block_table[p // block_size]. The live list: read it, never keep it
-    sample        sample one token after the last of token_ids
-    output_index  index of that token among the sequence's outputs. Draw it from
-                  f(sampling.seed, output_index): a preempted and resumed request then draws
-                  the same tokens
-    """
-
-    request_id: str
-    token_ids: list[int]
-    start: int
-    block_table: list[int]
-    sample: bool
-    sampling: Sampling
-    output_index: int
-
-
-class Runner(Protocol):
-    """Computes batches. Keeps no state of a sequence but the KV in its pool."""
-
-    def execute(self, batch: list[BatchItem]) -> list[int | None]:
-        """One entry for each item: its sampled token where `sample` is set, else None.
-
-        Items of one batch write disjoint slots and read none that another item writes.
-        """
-        ...
 
 
 class Output(msgspec.Struct, kw_only=True, gc=False):
@@ -236,7 +201,7 @@ class EngineCore:
 
         Returns how many of its leading tokens are pinned. `pin_share` bounds what can be.
         """
-        return self._scheduler.pin(namespace_root, token_ids)
+        return self._scheduler.pins.pin(namespace_root, token_ids)
 
     def has_work(self) -> bool:
         """Whether a request runs or waits."""
@@ -265,11 +230,11 @@ class EngineCore:
                 load = self.load()
                 raise InvariantError(f"nothing can be scheduled: {load}, {self.config}")
             return []
-        batch, self.last_work = _batch_of(plan)
+        batch, self.last_work = batch_of(plan)
         self._steps += 1
         try:
             sampled = self._runner.execute(batch)
-            _check_sampled(batch, sampled)
+            check_sampled(batch, sampled)
         except Exception as error:
             self.last_failure = error
             self._failed_steps += 1
@@ -339,7 +304,7 @@ class EngineCore:
             evictions_over_share=cache.evicted_for[Why.CAP],
             evictions_expired=cache.evicted_for[Why.EXPIRED],
             flushed_blocks=cache.flushed,
-            pinned_blocks=scheduler.pinned_blocks,
+            pinned_blocks=len(scheduler.pins.blocks),
             duplicates=cache.duplicates,
             preemptions=scheduler.preemptions,
             held_requests=scheduler.held_requests,
@@ -414,45 +379,6 @@ class EngineCore:
     def _end(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request_id]
         self._scheduler.end(sequence)
-
-
-def _batch_of(plan: Plan) -> tuple[list[BatchItem], StepWork]:
-    """The runner's batch, and how much work it is."""
-    new = tuple.__new__  # without the named tuple's own, which only passes its arguments on
-    batch = []
-    prefill_tokens = prefill_squares = prefills = 0
-    for sequence, count in plan.items():
-        tokens, start = sequence.tokens, sequence.computed_tokens
-        if sequence.pending_tokens:
-            length, end = len(tokens), start + count
-            token_ids, sample = tokens[start:end].tolist(), end == length
-            prefills += 1
-            prefill_tokens += count
-            prefill_squares += end * end - start * start
-        else:  # a decode: its newest token is the only one to come
-            length = start + 1
-            token_ids, sample = [tokens[start]], True
-        fields = (
-            sequence.request_id,
-            token_ids,
-            start,
-            sequence.block_table,
-            sample,
-            sequence.sampling,
-            length - sequence.prompt_tokens,
-        )
-        batch.append(new(BatchItem, fields))
-    decodes = len(batch) - prefills
-    samples = decodes > 0 or any(item.sample for item in batch)
-    return batch, StepWork(prefill_tokens, prefill_squares // 2, decodes, samples)
-
-
-def _check_sampled(batch: list[BatchItem], sampled: list[int | None]) -> None:
-    if [token is not None for token in sampled] != [item.sample for item in batch]:
-        raise InvariantError(
-            f"the runner sampled {sum(token is not None for token in sampled)} tokens for "
-            f"{sum(item.sample for item in batch)} of {len(batch)} items"
-        )
 
 
 def _internal(what: str) -> RequestError:

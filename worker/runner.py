@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from worker.attention import AttentionBackend, attention_backend
+from worker.batch import BatchItem
 from worker.decode_graphs import Capture, DecodeGraphs
-from worker.engine import BatchItem
 from worker.kv_memory import new_pools
 from worker.models.llama import LlamaModel
 from worker.sampler import Draw, sample
@@ -17,7 +17,7 @@ from worker.step_layout import Step, StepLayout
 
 
 class TorchRunner:
-    """Implements `worker.engine.Runner` with a model and its KV pool on one device.
+    """Implements `worker.batch.Runner` with a model and its KV pool on one device.
 
     Within a step the host waits for the device once: when it reads the sampled tokens.
 

@@ -7,14 +7,14 @@ recomputation after preemption and a decode (one token) are the same thing with 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable
-from itertools import islice
 
 from worker.block_pool import BlockPool, InvariantError
 from worker.engine_config import EngineConfig
 from worker.eviction import BlockUse
+from worker.in_flight import InFlight
+from worker.pins import Pins
 from worker.prefix_cache import PrefixCache
 from worker.sequence import Sequence, Status
 from worker.tiers.cold_tiers import ColdTiers
@@ -46,13 +46,12 @@ class Scheduler:
         self._pool = pool
         self._cache = cache
         self._hash_block = hash_block
-        self._pins: list[int] = []
+        self.pins = Pins(cache, config, hash_block)
         self.loading = None if tiers is None else Loading(tiers, pool, cache, config.block_size)
         """Loads from cold tiers; None without such tiers."""
         self.waiting: OrderedDict[str, Sequence] = OrderedDict()
         self.running: dict[str, Sequence] = {}
-        # Hash of every full block that a running prefill has still to compute -> that sequence.
-        self._in_flight: dict[bytes, Sequence] = {}
+        self._in_flight = InFlight(config)
         self.pending_prefill_tokens = 0
         """Sum of the sequences' `pending_tokens`."""
         self._pending_squares = 0  # twice the pairs: whole numbers that add up exactly
@@ -85,9 +84,12 @@ class Scheduler:
 
     def steady_steps(self) -> int:
         """How many steps from now on only decode: in them nothing is admitted, allocated, cached,
-        evicted or preempted, and no answer reaches its limit."""
+        evicted or preempted, and no answer reaches its limit. None with cold tiers, whose loads
+        end when they end."""
         running, block_size = self.running, self._block_size
-        if not running or len(running) > self._config.token_budget or self._in_flight:
+        if self.loading is not None:
+            return 0
+        if not running or len(running) > self._config.token_budget or self._in_flight.blocks:
             return 0
         steps = 1 << 62
         for sequence in running.values():
@@ -131,12 +133,11 @@ class Scheduler:
         would be cached without its parent. So a sequence that runs across a flush caches nothing
         more, unless it is preempted and computed afresh. Pins end.
         """
-        self._cache.release(self._pins)
-        self._pins = []
+        self.pins.release()
         self._cache.flush()
         if self.loading is not None:
             self.loading.flush()
-        self._in_flight.clear()
+        self._in_flight.blocks.clear()
         for sequence in self.running.values():
             sequence.publishes = False
         for sequence in self.waiting.values():
@@ -149,36 +150,6 @@ class Scheduler:
         self._cache.expire()
         if self.loading is not None:
             self.loading.settle()
-
-    @property
-    def pinned_blocks(self) -> int:
-        """Blocks that are pinned now."""
-        return len(self._pins)
-
-    def pin(self, root: bytes, packed: bytes) -> int:
-        """Keep the cached blocks of a prompt from eviction until the next flush.
-
-        Returns how many of its leading tokens are pinned now: less than all where they are not
-        cached or where `pin_limit` is reached. A pin is a reference of nobody's sequence.
-        """
-        blocks = len(packed) // 4 // self._block_size
-        hashes: list[bytes] = []
-        for index in range(blocks):
-            part = packed[4 * index * self._block_size : 4 * (index + 1) * self._block_size]
-            hashes.append(self._hash_block(hashes[-1] if hashes else root, part))
-        use = BlockUse(self._cache.now, 0, blocks)
-        found = self._cache.acquire(root, hashes, packed, blocks, use)
-        pinned = set(self._pins)
-        kept = 0
-        for block in found:
-            if block not in pinned:
-                if len(self._pins) >= self._config.pin_limit:
-                    break
-                self._pins.append(block)
-            kept += 1
-        # One reference each: of those pinned before, this second one goes.
-        self._cache.release([block for block in found[:kept] if block in pinned] + found[kept:])
-        return kept * self._block_size
 
     def _plan_decodes(self, plan: Plan) -> None:
         running, block_size = self.running.values(), self._block_size
@@ -216,14 +187,18 @@ class Scheduler:
             if not budget or len(self.running) >= self._config.max_batch_size:
                 break
             if sequence.held_for is not None:
-                if sequence.held_for in self._in_flight or (
+                if sequence.held_for in self._in_flight.blocks or (
                     self.loading is not None and self.loading.holds(sequence.held_for)
                 ):
                     continue
                 sequence.held_for = None
             limit = self._hit_limit(sequence)
             cached, referenced = self._cache.probe(sequence.hashes, limit)
-            if self._hold(sequence, cached, limit):
+            shared = self._in_flight.worth_waiting_for(sequence.hashes, cached, limit)
+            if shared:
+                sequence.held_for = sequence.hashes[shared - 1]
+                self._estimate(sequence, shared)
+                self.held_requests += 1
                 continue
             if self.loading is not None:
                 reusable = self.loading.begin(
@@ -253,37 +228,6 @@ class Scheduler:
         referenced = self._cache.probe(first.hashes, self._hit_limit(first)).referenced
         total = -(-len(first.tokens) // self._block_size)
         return total - referenced + running > self._pool.free_blocks
-
-    def _hold(self, sequence: Sequence, cached: int, limit: int) -> bool:
-        """Whether to wait for blocks that a running prefill is about to compute.
-
-        ```
-        |<- cached ->|<- shared with the holder, in flight ->|<- the sequence's own ->|
-                     |<------------- saved ----------------->|
-              |<- holder still computes: the wait ---------->|
-        ```
-        Held where the wait is longer than computing the saved tokens by at most one chunk, that
-        is about one step: it then costs little or no time and spares the engine `saved` tokens.
-        Whom a sequence waits for is running, never waiting itself, so there is no deadlock; when
-        the holder ends or is preempted its blocks leave `_in_flight` and the wait is over.
-        """
-        if cached >= limit:
-            return False
-        hashes = sequence.hashes
-        holder = self._in_flight.get(hashes[cached])
-        if holder is None:
-            return False
-        theirs = holder.hashes
-        end = min(limit, len(theirs))
-        shared = bisect_left(range(end), True, cached, key=lambda i: hashes[i] != theirs[i])
-        saved = (shared - cached) * self._block_size
-        wait = shared * self._block_size - holder.computed_tokens
-        if saved <= 0 or wait > saved + self._chunk_limit:
-            return False
-        sequence.held_for = hashes[shared - 1]
-        self._estimate(sequence, shared)
-        self.held_requests += 1
-        return True
 
     def _place(self, sequence: Sequence, limit: int, referenced: int) -> bool:
         """Pin the cached prefix, then allocate blocks for all the other tokens.
@@ -316,8 +260,7 @@ class Scheduler:
         sequence.status = Status.RUNNING
         self._set_pending(sequence, len(sequence.tokens) - sequence.computed_tokens)
         self.running[sequence.request_id] = sequence
-        for block_hash in islice(sequence.hashes, hit_blocks, None):
-            self._in_flight.setdefault(block_hash, sequence)
+        self._in_flight.enter(sequence)
         self._count_hit(sequence, hit_blocks, limit)
         return True
 
@@ -362,7 +305,7 @@ class Scheduler:
         self.preemptions += 1
 
     def _stop_running(self, sequence: Sequence) -> None:
-        self._leave_flight(sequence)
+        self._in_flight.leave(sequence)
         self._cache.release(sequence.block_table)
         sequence.block_table = []
         sequence.computed_tokens = sequence.settled_blocks = 0
@@ -374,7 +317,7 @@ class Scheduler:
         """Offer the blocks [settled, full), now written, to the cache."""
         if sequence.publishes:
             table, hashes, block_size = sequence.block_table, sequence.hashes, self._block_size
-            in_flight, store, use_of = self._in_flight, self._cache.store, self._use_of
+            in_flight, store, use_of = self._in_flight.blocks, self._cache.store, self._use_of
             first = sequence.settled_blocks
             parent_key = sequence.parent_key(first)
             parent = table[first - 1] if first else 0
@@ -386,7 +329,7 @@ class Scheduler:
                 use = use_of(sequence, index)
                 kept = store(table[index], block_hash, parent, parent_key, packed, use)
                 if not kept:  # a collision: what follows would hang below other content
-                    self._leave_flight(sequence)
+                    self._in_flight.leave(sequence)
                     sequence.publishes = False
                     break
                 table[index] = kept
@@ -397,11 +340,6 @@ class Scheduler:
 
     def _use_of(self, sequence: Sequence, depth: int) -> BlockUse:
         return sequence.use(self._cache.now, depth, self._block_size)
-
-    def _leave_flight(self, sequence: Sequence) -> None:
-        for block_hash in islice(sequence.hashes, sequence.settled_blocks, None):
-            if self._in_flight.get(block_hash) is sequence:
-                del self._in_flight[block_hash]
 
     def _hit_limit(self, sequence: Sequence) -> int:
         """Blocks that may be reused: all but the last token, so that there is one to compute."""
@@ -433,7 +371,7 @@ class Scheduler:
         self._pool.check()
         self._cache.check()
         held = [0] * (self._pool.capacity + 1)
-        for block in self._pins:
+        for block in self.pins.blocks:
             held[block] += 1
         if self.loading is not None:
             self.loading.tiers.check()
@@ -470,7 +408,7 @@ class Scheduler:
         squares = sum(map(_pending_squares, (*self.running.values(), *self.waiting.values())))
         if squares != self._pending_squares:
             raise InvariantError(f"{self._pending_squares} pending squares, counted {squares}")
-        for holder in self._in_flight.values():
+        for holder in self._in_flight.blocks.values():
             if self.running.get(holder.request_id) is not holder or not holder.publishes:
                 raise InvariantError(f"{holder.request_id} has blocks in flight without computing")
 

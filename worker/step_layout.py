@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from worker.attention import AttentionMetadata
+from worker.batch import BatchItem
 from worker.block_tables import BlockTables
-from worker.engine import BatchItem
 from worker.staging import staging_buffer
 
 

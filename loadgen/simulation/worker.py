@@ -14,14 +14,15 @@ from cluster.protocol import RequestError
 from loadgen.simulation.events import Clock
 from loadgen.simulation.prompts import OUTPUT_TOKEN
 from loadgen.simulation.reporting import Reporter
+from worker.batch import BatchItem
 from worker.emulated_profiles import CostModel
-from worker.engine import BatchItem, EngineConfig, EngineCore, EngineRequest, Output
+from worker.engine import EngineConfig, EngineCore, EngineRequest, Output
 from worker.eviction_choice import parse_eviction
 from worker.prefill_speed import PrefillSpeed, StepWork
 
 
 class TimedRunner:
-    """Implements `worker.engine.Runner`: notes how long the batch takes, and takes no time."""
+    """Implements `worker.batch.Runner`: notes how long the batch takes, and takes no time."""
 
     def __init__(self, cost: CostModel) -> None:
         self.cost = cost

@@ -15,7 +15,8 @@ import numpy as np
 
 from cluster.blocks import hash_blocks, join_hashes
 from cluster.protocol import Sampling
-from worker.engine import BatchItem, EngineConfig, EngineCore, EngineRequest
+from worker.batch import BatchItem
+from worker.engine import EngineConfig, EngineCore, EngineRequest
 
 BLOCK = 16
 RUNNING = 256

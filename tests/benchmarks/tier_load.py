@@ -7,12 +7,10 @@ import sys
 import tempfile
 import time
 
-from cluster.blocks import pack_tokens
-from cluster.protocol import Sampling
 from cluster.settings import WorkerSettings
-from tests.benchmarks.decoding import ROOT
+from tests.benchmarks.warm_ttft import time_to_first_token
 from worker.build import build_engine
-from worker.engine import EngineCore, EngineRequest
+from worker.engine import EngineCore
 from worker.weights import MissingModel
 
 NAME = "tier_load"
@@ -89,24 +87,10 @@ def _loaded(core: EngineCore, tier: str, prompt: list[int]) -> float:
 
 
 def _timed(core: EngineCore, prompt: list[int], hit: int) -> float:
-    """Seconds from adding the request to its only token, which must have had this hit."""
-    request = EngineRequest(
-        request_id="r",
-        token_ids=pack_tokens(prompt),
-        namespace_root=ROOT,
-        sampling=Sampling(max_tokens=1, temperature=0.0, ignore_eos=True),
-    )
-    start_s = time.perf_counter()
-    core.add(request)
-    outputs = []
-    while core.has_work():
-        if core.waits_for_loads():
-            time.sleep(0.0005)  # as the engine's process does, instead of holding the GIL
-        outputs += core.step(time.monotonic())
-    seconds = time.perf_counter() - start_s
-    (output,) = outputs
-    if output.finish_reason != "length" or output.hit_tokens != hit:
-        raise RuntimeError(f"{output} instead of a hit of {hit} tokens: {core.tier_stats()}")
+    """Time to first token in seconds of a prompt, which must have this hit in tokens."""
+    seconds, found = time_to_first_token(core, prompt)
+    if found != hit:
+        raise RuntimeError(f"a hit of {found} tokens instead of {hit}: {core.tier_stats()}")
     return seconds
 
 

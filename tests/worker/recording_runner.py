@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from cluster.blocks import pack_tokens
 from cluster.protocol import Sampling
-from worker.engine import BatchItem, EngineConfig, EngineCore, EngineRequest, Output
+from worker.batch import BatchItem
+from worker.engine import EngineConfig, EngineCore, EngineRequest, Output
 from worker.eviction_choice import parse_eviction
 from worker.tiers.cold_tiers import ColdTiers
 
@@ -76,7 +77,7 @@ class RecordingRunner:
         cache = self.core._cache
         writer: dict[tuple[int, int], str] = {}
         users: dict[int, set[str]] = {}
-        for block in self.core._scheduler._pins:
+        for block in self.core._scheduler.pins.blocks:
             users.setdefault(block, set()).add("a pin")
         for sequence in self.core._scheduler.running.values():
             for block in sequence.block_table:

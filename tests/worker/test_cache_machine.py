@@ -103,7 +103,7 @@ class World:
         """Pinned blocks that no sequence uses."""
         scheduler = self.rig.core._scheduler
         used = {b for s in scheduler.running.values() for b in s.block_table}
-        return len(set(scheduler._pins) - used - self.loading())
+        return len(set(scheduler.pins.blocks) - used - self.loading())
 
     def loading(self) -> set[int]:
         """Blocks that loads from cold tiers use."""
@@ -123,7 +123,7 @@ class World:
         pinned = core.pin(root, pack_tokens(prompt)) // size
         hashes = hash_chain(self.hash_block, root, prompt, size)
         blocks = core._cache._blocks
-        assert {blocks[h] for h in hashes[:pinned]} <= set(core._scheduler._pins)
+        assert {blocks[h] for h in hashes[:pinned]} <= set(core._scheduler.pins.blocks)
         self.pinned += pinned
         self.consistent()
 
@@ -141,8 +141,14 @@ class World:
             assert not cached
         free = set(core._pool.free_list())
         scheduler = core._scheduler
-        assert len(scheduler._pins) == len(set(scheduler._pins)) <= self.rig.config.pin_limit
-        used = {b for s in scheduler.running.values() for b in s.block_table} | {*scheduler._pins}
+        assert (
+            len(scheduler.pins.blocks)
+            == len(set(scheduler.pins.blocks))
+            <= self.rig.config.pin_limit
+        )
+        used = {b for s in scheduler.running.values() for b in s.block_table} | {
+            *scheduler.pins.blocks
+        }
         used |= self.loading()
         assert not free & used
         assert free | used == set(range(1, self.rig.config.capacity_blocks + 1))

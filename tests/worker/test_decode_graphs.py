@@ -12,8 +12,9 @@ import torch
 from cluster.protocol import Sampling
 from tests.worker.small_engine import BLOCK, MODEL, SmallEngine, tokens_of
 from tests.worker.static_attention import StaticBackend
-from tests.worker.tiny_models import item, tiny_model
+from tests.worker.tiny_models import item, random_tensors, tiny_config, tiny_model
 from worker.decode_graphs import eager, padded_sizes
+from worker.models import LlamaModel
 from worker.runner import TorchRunner
 
 
@@ -160,8 +161,6 @@ def test_steps_that_are_not_of_decodes_only_are_computed_as_ever():
 
 
 def test_adopted_weights_are_those_that_a_replay_computes_with():
-    """Launch by launch, as on a CPU. That new weights on CUDA lie where the old ones did, which a
-    recorded graph needs, only a GPU can show."""
     model, other = tiny_model(seed=1), tiny_model(seed=2)
     runner = graph_runner(model)
     batch = [item([5], 0, [1]), item([9], 0, [2]), item([11], 0, [3])]
@@ -171,6 +170,20 @@ def test_adopted_weights_are_those_that_a_replay_computes_with():
     after = runner.execute(batch)
     assert after == TorchRunner(other, 8, BLOCK).execute(batch)
     assert after != before
+
+
+def test_new_weights_on_an_accelerator_arrive_where_the_old_ones_are():
+    """A graph knows addresses. The device "meta" stands for an accelerator: it is not the host."""
+    device = torch.device("meta")
+    config = tiny_config()
+    model = LlamaModel(config, random_tensors(config), torch.float32, device)
+    other = LlamaModel(config, random_tensors(config), torch.float32, "cpu", runs_on=device)
+    before = list(model.parameters())
+    with torch.inference_mode():
+        model.adopt(other)
+    after = list(model.parameters())
+    assert len(before) == len(after) == len(list(other.parameters())) > 10
+    assert all(mine is same for mine, same in zip(before, after, strict=True))
 
 
 def test_a_backend_that_plans_by_length_is_refused():

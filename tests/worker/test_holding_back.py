@@ -91,15 +91,17 @@ class TestHoldingBack:
         rig.add("holder", [*prompt_of(8), 4, 4, 4, 4], root=b"r" * 32)
         scheduler = rig.core._scheduler
         sequence = scheduler.waiting["holder"]
-        scheduler._hold = lambda *_: False  # so that both compute the same prefix
+        flight = scheduler._in_flight
+        flight.worth_waiting_for = lambda *_: 0  # so that both compute the same prefix
         rig.step()
-        del scheduler._hold
+        del flight.worth_waiting_for
         assert list(last(rig)) == ["leader", "holder"]
         rig.step()
         sequence.computed_tokens -= 8  # as if it had got none of the budget
-        assert not scheduler._hold(self.newcomer(rig, [*prompt_of(8), 4, 4, 4, 4, 5]), 2, 3)
+        hashes = self.newcomer(rig, [*prompt_of(8), 4, 4, 4, 4, 5]).hashes
+        assert flight.worth_waiting_for(hashes, 2, 3) == 0
         sequence.computed_tokens += 8
-        assert scheduler._hold(self.newcomer(rig, [*prompt_of(8), 4, 4, 4, 4, 6]), 2, 3)
+        assert flight.worth_waiting_for(hashes, 2, 3) == 3
 
     def newcomer(self, rig, prompt):
         name = f"newcomer-{prompt[-1]}"
@@ -162,7 +164,7 @@ class TestHoldingBack:
         assert rig.core._scheduler.waiting["held"].held_for is not None
         while not rig.core.stats().preemptions:
             rig.step()
-        assert not rig.core._scheduler._in_flight
+        assert not rig.core._scheduler._in_flight.blocks
         rig.drain()
 
 

@@ -6,7 +6,7 @@ import msgspec
 import torch
 
 from cluster.protocol import Sampling
-from worker.engine import BatchItem
+from worker.batch import BatchItem
 from worker.models import LlamaModel, ModelConfig, Rope
 from worker.runner import TorchRunner
 

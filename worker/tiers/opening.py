@@ -11,7 +11,7 @@ from pathlib import Path
 from cluster.blocks import HASH_BYTES, Namespace
 from cluster.protocol import Sampling
 from cluster.settings import WorkerSettings
-from worker.engine import BatchItem
+from worker.batch import BatchItem
 from worker.kv_memory import kv_block_bytes
 from worker.runner import TorchRunner
 from worker.tiers.cold_tiers import ColdTiers
