@@ -7,15 +7,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from loadgen.workloads.conversation import (
-    Conversation,
-    Ids,
-    Segment,
-    Turn,
-    Workload,
-    around,
-    pause,
-)
+from loadgen.workloads.conversation import Conversation, Ids, Segment, Workload, growing_turns
 
 
 class Agent(Workload, frozen=True, kw_only=True, tag="agent"):
@@ -44,16 +36,13 @@ class Agent(Workload, frozen=True, kw_only=True, tag="agent"):
         rng = random.Random(f"agent/{seed}")
         ids = Ids("agent", seed)
         system = Segment("system", ids.new(), self.system_tokens)
-        conversations = []
-        for task in range(self.tasks):
-            history = (system,) if self.system_tokens else ()
-            turns = []
-            for step in range(self.steps):
-                length = self.tool_tokens if step else self.input_tokens
-                history = (*history, Segment("user", ids.new(), around(rng, length)))
-                output_tokens = around(rng, self.output_tokens)
-                think_time_s = pause(rng, self.think_time_s) if step else 0.0
-                turns.append(Turn(history, output_tokens, think_time_s))
-                history = (*history, Segment("assistant", ids.new(), output_tokens))
-            conversations.append(Conversation(f"a{task}", "all", turns))
-        return conversations
+        history = (system,) if self.system_tokens else ()
+        added = [self.input_tokens] + [self.tool_tokens] * (self.steps - 1)
+        return [
+            Conversation(
+                f"a{task}",
+                "all",
+                growing_turns(rng, ids, history, added, self.output_tokens, self.think_time_s),
+            )
+            for task in range(self.tasks)
+        ]

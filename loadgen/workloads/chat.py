@@ -7,15 +7,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from loadgen.workloads.conversation import (
-    Conversation,
-    Ids,
-    Segment,
-    Turn,
-    Workload,
-    around,
-    pause,
-)
+from loadgen.workloads.conversation import Conversation, Ids, Segment, Workload, growing_turns
 
 
 class Chat(Workload, frozen=True, kw_only=True, tag="chat"):
@@ -40,16 +32,13 @@ class Chat(Workload, frozen=True, kw_only=True, tag="chat"):
         rng = random.Random(f"chat/{seed}")
         ids = Ids("chat", seed)
         system = Segment("system", ids.new(), self.system_tokens)
-        conversations = []
-        for user in range(self.users):
-            history = (system,) if self.system_tokens else ()
-            turns = []
-            for turn in range(self.turns):
-                question = Segment("user", ids.new(), around(rng, self.input_tokens))
-                history = (*history, question)
-                output_tokens = around(rng, self.output_tokens)
-                think_time_s = pause(rng, self.think_time_s) if turn else 0.0
-                turns.append(Turn(history, output_tokens, think_time_s))
-                history = (*history, Segment("assistant", ids.new(), output_tokens))
-            conversations.append(Conversation(f"u{user}", "all", turns))
-        return conversations
+        history = (system,) if self.system_tokens else ()
+        added = [self.input_tokens] * self.turns
+        return [
+            Conversation(
+                f"u{user}",
+                "all",
+                growing_turns(rng, ids, history, added, self.output_tokens, self.think_time_s),
+            )
+            for user in range(self.users)
+        ]

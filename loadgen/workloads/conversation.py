@@ -129,3 +129,26 @@ def around(rng: random.Random, mean: int) -> int:
 def pause(rng: random.Random, mean_s: float) -> float:
     """An exponentially distributed think time, 0 where the mean is."""
     return rng.expovariate(1 / mean_s) if mean_s else 0.0
+
+
+def growing_turns(
+    rng: random.Random,
+    ids: Ids,
+    system: tuple[Segment, ...],
+    added_tokens: Sequence[int],
+    output_tokens: int,
+    think_time_s: float,
+) -> list[Turn]:
+    """Turns whose history grows: to each the user adds about so many tokens, and the answer, of
+    about `output_tokens`, stays in the history of those after it.
+
+    Before each turn but the first comes a pause of `think_time_s` on average.
+    """
+    history = system
+    turns = []
+    for number, tokens in enumerate(added_tokens):
+        history = (*history, Segment("user", ids.new(), around(rng, tokens)))
+        answer_tokens = around(rng, output_tokens)
+        turns.append(Turn(history, answer_tokens, pause(rng, think_time_s) if number else 0.0))
+        history = (*history, Segment("assistant", ids.new(), answer_tokens))
+    return turns
