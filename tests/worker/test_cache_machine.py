@@ -190,7 +190,49 @@ requests = st.tuples(
 bursts = st.lists(requests, min_size=1, max_size=5)
 
 
-class EngineMachine(RuleBasedStateMachine):
+class WorldMachine(RuleBasedStateMachine):
+    """What every machine over a `World` does; it has to begin with a world and `quiet` at 0."""
+
+    @rule(burst=bursts)
+    def add(self, burst):
+        for request in burst:
+            self.world.add(*request)
+
+    @precondition(lambda self: self.world.live)
+    @rule(data=st.data())
+    def cancel(self, data):
+        self.world.cancel(data.draw(st.sampled_from(self.world.live)))
+
+    @rule(count=st.integers(1, 10))
+    def step(self, count):
+        self.quiet += count
+        for _ in range(count):
+            self.world.step()
+
+    @rule()
+    def publish(self):
+        self.world.rig.publish()
+
+    # Rare, or no state would live long enough to become interesting.
+    @precondition(lambda self: self.quiet > 8)
+    @rule(flush=st.booleans())
+    def flush_or_fail(self, flush):
+        self.quiet = 0
+        if flush:
+            self.world.flush()
+        else:
+            self.world.fail()
+
+    @invariant()
+    def consistent(self):
+        self.world.consistent()
+
+    def teardown(self):
+        if hasattr(self, "world"):
+            self.world.close()
+
+
+class EngineMachine(WorldMachine):
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
         capacity=st.integers(4, 24),
@@ -236,11 +278,6 @@ class EngineMachine(RuleBasedStateMachine):
         self.add(burst)
         self.quiet = 0
 
-    @rule(burst=bursts)
-    def add(self, burst):
-        for request in burst:
-            self.world.add(*request)
-
     @precondition(lambda self: self.world.live)
     @rule(data=st.data(), tail=st.lists(st.integers(0, 3), max_size=4))
     def next_turn(self, data, tail):
@@ -250,42 +287,9 @@ class EngineMachine(RuleBasedStateMachine):
         turn = prompt + (self.world.rig.tokens[earlier] + tail if tail else [])
         self.world.add(turn, 4, request.namespace_root, 0, True)
 
-    @precondition(lambda self: self.world.live)
-    @rule(data=st.data())
-    def cancel(self, data):
-        self.world.cancel(data.draw(st.sampled_from(self.world.live)))
-
-    @rule(count=st.integers(1, 8))
-    def step(self, count):
-        self.quiet += count
-        for _ in range(count):
-            self.world.step()
-
     @rule(prompt=prompts, root=st.sampled_from(ROOTS))
     def pin(self, prompt, root):
         self.world.pin(prompt, root)
-
-    @rule()
-    def publish(self):
-        self.world.rig.publish()
-
-    # Rare, or no state would live long enough to become interesting.
-    @precondition(lambda self: self.quiet > 8)
-    @rule(flush=st.booleans())
-    def flush_or_fail(self, flush):
-        self.quiet = 0
-        if flush:
-            self.world.flush()
-        else:
-            self.world.fail()
-
-    @invariant()
-    def consistent(self):
-        self.world.consistent()
-
-    def teardown(self):
-        if hasattr(self, "world"):
-            self.world.close()
 
 
 EngineMachine.TestCase.settings = settings(

@@ -11,9 +11,9 @@ from collections import Counter
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, rule
 
-from tests.worker.test_cache_machine import EVICTION, ROOTS, STEMS, World, bursts
+from tests.worker.test_cache_machine import EVICTION, ROOTS, STEMS, World, WorldMachine, bursts
 from tests.worker.tiered_rig import TieredRig
 
 
@@ -63,7 +63,7 @@ class TieredWorld(World):
         return stats
 
 
-class TieredMachine(RuleBasedStateMachine):
+class TieredMachine(WorldMachine):
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
         capacity=st.integers(4, 16),
@@ -114,46 +114,9 @@ class TieredMachine(RuleBasedStateMachine):
         self.add(burst)
         self.quiet = 0
 
-    @rule(burst=bursts)
-    def add(self, burst):
-        for request in burst:
-            self.world.add(*request)
-
-    @precondition(lambda self: self.world.live)
-    @rule(data=st.data())
-    def cancel(self, data):
-        self.world.cancel(data.draw(st.sampled_from(self.world.live)))
-
-    @rule(count=st.integers(1, 12))
-    def step(self, count):
-        self.quiet += count
-        for _ in range(count):
-            self.world.step()
-
-    @rule()
-    def publish(self):
-        self.world.rig.publish()
-
     @rule()
     def break_a_file(self):
         self.world.break_a_file(self.rng)
-
-    @precondition(lambda self: self.quiet > 8)
-    @rule(flush=st.booleans())
-    def flush_or_fail(self, flush):
-        self.quiet = 0
-        if flush:
-            self.world.flush()
-        else:
-            self.world.fail()
-
-    @invariant()
-    def consistent(self):
-        self.world.consistent()
-
-    def teardown(self):
-        if hasattr(self, "world"):
-            self.world.close()
 
 
 TieredMachine.TestCase.settings = settings(
