@@ -90,11 +90,13 @@ def test_the_engine_process_reports_the_speed_that_it_measures():
     thread = threading.Thread(target=loop.run)
     thread.start()
     try:
-        speeds = []
-        for number in range(12):
+        speeds = [0.0]
+        for number in range(500):  # a disturbed clock shows no speed: go on until one is told
+            if number >= 12 and speeds[-1] > 0.0:
+                break
             request = EngineRequest(
                 request_id=f"r{number}",
-                token_ids=pack_tokens([number + 1] * (100 + 10 * number)),
+                token_ids=pack_tokens([number + 1] * (100 + 10 * (number % 50))),
                 namespace_root=ROOT,
                 sampling=Sampling(max_tokens=1, ignore_eos=True),
             )
@@ -111,5 +113,5 @@ def test_the_engine_process_reports_the_speed_that_it_measures():
         ours.close(linger=0)
         theirs.close(linger=0)
         context.term()
-    assert speeds[0] == 0.0
+    assert speeds[1] == 0.0
     assert speeds[-1] > 0.0  # how close it comes is for the fit's own tests: here the clock is real
