@@ -23,7 +23,10 @@ from loadgen.arm import OptionError
 from loadgen.arrivals import ArrivalError
 from loadgen.compare import CompareOptions, RunOptions, compare, run
 from loadgen.flags import ReplayFlags, with_flags
-from loadgen.goodput import GOODPUT_FILE, GoodputOptions, GoodputSummary, goodput
+from loadgen.goodput import GoodputOptions, goodput
+from loadgen.goodput_report import COLUMNS as GOODPUT_COLUMNS
+from loadgen.goodput_report import goodput_rows
+from loadgen.goodput_summary import GoodputSummary, findings
 from loadgen.measures import SloError
 from loadgen.progress import Bars
 from loadgen.report import REPORT_FILE
@@ -120,9 +123,11 @@ def goodput_command(
     summary = _work(lambda bars: goodput(options, bars))
     console = _console()
     console.print(goodput_table(summary))
+    for sentence in findings(summary):
+        console.print(sentence, style="bold", markup=False, highlight=False, soft_wrap=True)
     for reason in summary.reasons:
         console.print(f"invalid: {reason}", style="red", markup=False, highlight=False)
-    console.print(f"results: {folder / GOODPUT_FILE}", markup=False, highlight=False)
+    console.print(f"report: {folder / REPORT_FILE}", markup=False, highlight=False)
     raise typer.Exit(EXIT_VALID if summary.valid else EXIT_INVALID)
 
 
@@ -196,19 +201,10 @@ def goodput_table(summary: GoodputSummary) -> Table:
         + ("; emulated accelerators: times follow a cost model" if summary.emulated else ""),
         caption_justify="left",
     )
-    columns = ("policy", "requests /s", "too much /s", "kept there", "goodput /s", "trials")
-    for column in columns:
+    for column in GOODPUT_COLUMNS:
         result.add_column(column, justify="left" if column == "policy" else "right")
-    for name, found in summary.policies.items():
-        best = max((t for t in found.trials if t.met), key=lambda t: t.rate, default=None)
-        result.add_row(
-            name,
-            wording.number(found.rate),
-            wording.number(found.too_much),
-            wording.percent(best.measures.kept_share if best else None),
-            wording.number(best.measures.goodput if best else None),
-            str(len(found.trials)),
-        )
+    for row in goodput_rows(summary):
+        result.add_row(*row)
     return result
 
 

@@ -32,7 +32,7 @@ def conclude(
     names = list(arms)
     base = names[0]
     found = reasons(arms, len(plan.requests), options.max_client_lag_ms)
-    fleet = _fleet_facts(arms[base][0].before)
+    fleet = fleet_facts(arms[base][0].before)
     paired = {
         name: pair(
             base,
@@ -75,7 +75,8 @@ def conclude(
     return summary
 
 
-def _fleet_facts(fleet: FleetView) -> list[WorkerFacts]:
+def fleet_facts(fleet: FleetView) -> list[WorkerFacts]:
+    """What a summary tells of each worker."""
     return [
         WorkerFacts(
             worker=worker.worker,

@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 
 import msgspec
 
@@ -14,14 +13,15 @@ from loadgen.admin import Admin
 from loadgen.arm import OptionError, ReplayOptions, replay_arm, warm_up
 from loadgen.arrivals import Arrivals
 from loadgen.compare import check_policies
-from loadgen.measures import ArmMeasures, Slo, measure
-from loadgen.plan import Load, Plan, RequestSource, make_plan
+from loadgen.conclusion import fleet_facts
+from loadgen.goodput_report import write_goodput
+from loadgen.goodput_summary import Capacity, GoodputSummary, Trial
+from loadgen.measures import Slo, measure
+from loadgen.plan import Load, Plan, make_plan
 from loadgen.probe import GatewayProbe
 from loadgen.progress import Silent, Watcher
 from loadgen.rate_search import RateSearch
 from loadgen.validity import reasons
-
-GOODPUT_FILE = "goodput.json"
 
 
 class GoodputOptions(ReplayOptions, frozen=True, kw_only=True):
@@ -36,40 +36,6 @@ class GoodputOptions(ReplayOptions, frozen=True, kw_only=True):
     attainment: float = 0.9
     precision: float = 0.1
     max_trials: int = 12
-
-
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """One replay at one rate."""
-
-    rate: float
-    met: bool
-    measures: ArmMeasures
-
-
-class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy can be asked. Rates in requests a second.
-
-    rate       the highest tried that met the bounds; 0 where none did
-    too_much   the lowest tried that did not; None where all did
-    """
-
-    rate: float
-    too_much: float | None
-    trials: list[Trial]
-
-
-class GoodputSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What `goodput.json` holds; `source` is of the first trial of the first policy."""
-
-    url: str
-    started: str
-    source: RequestSource
-    slo: Slo
-    attainment: float
-    emulated: bool
-    policies: dict[str, Capacity]
-    valid: bool
-    reasons: list[str]
 
 
 def goodput(options: GoodputOptions, watcher: Watcher | None = None) -> GoodputSummary:
@@ -91,7 +57,7 @@ async def search_policies(
     async with Admin(options.url, options.admin_key, options.api_key) as admin:
         original = await admin.policy()
         check_policies(options.policies, original.available)
-        emulated = any(w.device.startswith("emulated") for w in (await admin.fleet()).workers)
+        fleet = fleet_facts(await admin.fleet())
         probe = GatewayProbe(options.url, admin, options.api_key)
         base = await make_plan(options.load, probe, options.model, options.out)
         found: dict[str, Capacity] = {}
@@ -110,13 +76,14 @@ async def search_policies(
         source=base.source,
         slo=options.slo,
         attainment=options.attainment,
-        emulated=emulated,
+        fleet=fleet,
+        emulated=any(worker.device.startswith("emulated") for worker in fleet),
         policies=found,
         valid=not invalid,
         reasons=invalid,
     )
     if options.out is not None:
-        _write(options.out, summary)
+        write_goodput(options.out, summary)
     return summary
 
 
@@ -203,9 +170,3 @@ def _check(options: GoodputOptions) -> None:
         raise OptionError(f"attainment must lie between 0 and 1, got {options.attainment}")
     if not options.precision > 0:
         raise OptionError(f"precision must be positive, got {options.precision}")
-
-
-def _write(out: Path, summary: GoodputSummary) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    data = msgspec.json.format(msgspec.json.encode(summary), indent=2)
-    (out / GOODPUT_FILE).write_bytes(data + b"\n")

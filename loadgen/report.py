@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-import jinja2
 import msgspec
 from markupsafe import Markup
 
 from loadgen import plots, plots_time, wording
 from loadgen.observer import LoadSample, Observations
 from loadgen.outcomes import Outcome, outcome_line
+from loadgen.pages import page
+from loadgen.plan import RequestSource
 from loadgen.requests import Body, Request
 from loadgen.summary import Summary, encode_summary
 from loadgen.tables import arms_csv, load_csv, requests_csv
@@ -80,13 +80,8 @@ def write_results(folder: Path, summary: Summary, evidence: Evidence) -> None:
 
 def render_report(summary: Summary, evidence: Evidence) -> str:
     """One HTML page that needs nothing else: no network, no script."""
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    template = environment.from_string(
-        files("loadgen").joinpath("report_template.html").read_text(encoding="utf-8")
-    )
-    return template.render(
+    return page(
+        "report_page.html",
         summary=summary,
         columns=wording.COLUMNS,
         rows=[wording.cells(name, arm, summary.ideal) for name, arm in summary.arms.items()],
@@ -95,16 +90,12 @@ def render_report(summary: Summary, evidence: Evidence) -> str:
         load_lines=wording.load_lines(summary),
         slo=wording.slo_text(summary.slo),
         arrivals=wording.arrivals_text(summary.source.arrivals),
-        parameters=_parameters(summary),
-        colours=plots.COLOURS,
+        parameters=parameters(summary.source),
         colour_of={name: index % plots.COLOURS for index, name in enumerate(summary.arms)},
         plots={name: Markup(drawing) for name, drawing in _drawings(summary, evidence).items()},
         load_plots=_load_plots(summary, evidence),
         worst=worst_requests(evidence.outcomes, evidence.seen),
         examples=_examples(summary, evidence),
-        percent=wording.percent,
-        milliseconds=wording.milliseconds,
-        number=wording.number,
     )
 
 
@@ -183,9 +174,9 @@ def _series(
     return dict(sorted(points.items()))
 
 
-def _parameters(summary: Summary) -> str:
+def parameters(asked: RequestSource) -> str:
     """The workload or trace, such as "rag: documents 100, order kept"."""
-    source = summary.source.workload or summary.source.trace
+    source = asked.workload or asked.trace
     if source is None:
         return ""
     fields = msgspec.to_builtins(source)

@@ -1,6 +1,8 @@
+import csv
 import json
 import math
 
+import msgspec
 import pytest
 from aiohttp import web
 from hypothesis import given
@@ -9,6 +11,8 @@ from hypothesis import strategies as st
 from loadgen.arm import OptionError
 from loadgen.arrivals import Arrivals
 from loadgen.goodput import GoodputOptions, search_policies
+from loadgen.goodput_report import render_goodput
+from loadgen.goodput_summary import Capacity, findings
 from loadgen.measures import Slo
 from loadgen.plan import Load
 from loadgen.rate_search import RateSearch
@@ -91,8 +95,49 @@ async def test_policies_are_searched_one_after_the_other(tmp_path):
     assert gateway.policy == "round_robin"
     stored = json.loads((tmp_path / "goodput.json").read_text())
     assert stored["policies"]["locality"]["rate"] == 200
+    rows = list(csv.DictReader((tmp_path / "goodput.csv").open()))
+    assert [(row["policy"], float(row["rate"]), row["met"]) for row in rows] == [
+        *(("round_robin", rate, "False") for rate in (50, 25, 12.5)),
+        *(("locality", rate, "True") for rate in (50, 100, 200)),
+    ]
+    page = (tmp_path / "report.html").read_text()
+    assert findings(summary) == [
+        "locality kept them up to 200.00/s, the highest that was tried, "
+        "round_robin kept the bounds at no rate that was tried: no ratio"
+    ]
+    assert f"L{findings(summary)[0][1:]}" in page
+    assert page.count('class="trial met arm1"') == 5 * 3, "three trials in five plots"
+    assert page.count('class="trial arm0"') == 1 * 3, "refused requests have no latency"
     bodies = [sorted(b for _, b in gateway.bodies[i : i + 10]) for i in range(0, 60, 10)]
     assert all(trial == bodies[0] for trial in bodies), "the same texts at every rate"
+
+
+def capacity(rate, too_much):
+    return Capacity(rate=rate, too_much=too_much, trials=[])
+
+
+@pytest.mark.parametrize(
+    ("base", "found", "said"),
+    [
+        (capacity(2, 2.5), capacity(4, 5), "locality can be asked more, × 1.60 to × 2.50"),
+        (capacity(4, 5), capacity(2, 2.5), "locality can be asked less, × 0.40 to × 0.62"),
+        (capacity(4, 5), capacity(4, 5), "no difference shown (× 0.80 to × 1.25)"),
+        (capacity(2, 2.5), capacity(4, None), "locality can be asked more, at least × 1.60"),
+        (capacity(2, None), capacity(4, 5), "no difference shown (× 0.00 to × 2.50)"),
+        (capacity(0, 1), capacity(4, 5), "no ratio"),
+    ],
+)
+async def test_a_finding_says_no_more_than_the_brackets_show(base, found, said, tmp_path):
+    async with serving(Limited()) as url:
+        summary = await search_policies(options(url, max_trials=1))
+    shown = msgspec.structs.replace(summary, policies={"round_robin": base, "locality": found})
+    (sentence,) = findings(shown)
+    assert sentence.endswith(f": {said}")
+    refused = msgspec.structs.replace(shown, valid=False, reasons=["the client <lagged>"])
+    assert findings(refused) == []
+    page = render_goodput(refused)
+    assert "the client &lt;lagged&gt;" in page
+    assert 'class="conclusion"' not in page
 
 
 async def test_a_request_file_is_stretched(tmp_path):
