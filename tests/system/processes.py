@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 
 def descendants(pid: int) -> dict[int, str]:
@@ -39,3 +44,13 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def end_all(process: subprocess.Popen[Any]) -> list[int]:
+    """Kill `process` and all below it, where ending in order takes too long; tells which."""
+    ended = [process.pid, *descendants(process.pid)]
+    for pid in ended:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait(30)
+    return ended

