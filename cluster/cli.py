@@ -318,13 +318,16 @@ def _say_how_to_use(url: str, settings: Settings) -> None:
 
 
 def _stop_on_signals() -> None:
-    """SIGTERM and a closed terminal stop as Ctrl-C does."""
+    """SIGTERM and a closed terminal stop as Ctrl-C does, and that stops also what a shell began in
+    the background, which makes it ignore Ctrl-C. Under `nohup` a closed terminal stops nothing."""
 
     def interrupt(number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupt)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, interrupt)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, interrupt)
 
 
 async def _until_signal(serving: Any) -> None:

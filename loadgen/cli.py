@@ -144,7 +144,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script; always ends in SystemExit."""
     given = spread_goodput(sys.argv[1:] if arguments is None else arguments)
     console = _console(stderr=True)
-    # Whoever ends us, the gateway gets its policy back as after Ctrl-C.
+    # Whoever ends us, the gateway gets its policy back as after Ctrl-C; also where a shell began us
+    # in the background, which makes us ignore that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
     try:
         app(args=given, prog_name="loadgen")

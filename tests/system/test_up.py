@@ -50,6 +50,8 @@ class Up:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            # as a shell does for what it begins in the background
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
         )
         self.log: list[str] = []
         self.url = self._wait_for_url()
