@@ -75,6 +75,9 @@ def render_goodput(summary: GoodputSummary) -> str:
         "tpot_p50": plots_rate.latency_at_rate(
             curves(lambda trial: trial.measures.tpot_ms.p50), "Time per output token, median"
         ),
+        "e2e": plots_rate.latency_at_rate(
+            curves(lambda trial: trial.measures.e2e_ms.mean), "End to end, mean"
+        ),
         "hits": plots_rate.share_at_rate(
             curves(lambda trial: trial.measures.cached_token_ratio), "Prompt tokens from a cache"
         ),

@@ -106,7 +106,7 @@ async def test_policies_are_searched_one_after_the_other(tmp_path):
         "round_robin kept the bounds at no rate that was tried: no ratio"
     ]
     assert f"L{findings(summary)[0][1:]}" in page
-    assert page.count('class="trial met arm1"') == 5 * 3, "three trials in five plots"
+    assert page.count('class="trial met arm1"') == 6 * 3, "three trials in six plots"
     assert page.count('class="trial arm0"') == 1 * 3, "refused requests have no latency"
     bodies = [sorted(b for _, b in gateway.bodies[i : i + 10]) for i in range(0, 60, 10)]
     assert all(trial == bodies[0] for trial in bodies), "the same texts at every rate"
