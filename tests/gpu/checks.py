@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -160,7 +161,7 @@ def kinds_of_steps() -> Iterator[list]:
     random_draws = Sampling(max_tokens=9, temperature=1.0, top_p=0.9, top_k=20, seed=3)
     yield [*decodes, chunk]
     yield decodes
-    yield [entry._replace(sampling=random_draws) for entry in decodes]
+    yield [replace(entry, sampling=random_draws) for entry in decodes]
 
 
 @contextmanager
