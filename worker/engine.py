@@ -11,20 +11,20 @@ from collections.abc import Callable, Iterable
 from itertools import repeat
 from typing import cast
 
-import msgspec
-
 from cluster.blocks import hash_block as sha256_block
-from cluster.protocol import ColdReport, Load, RequestError
+from cluster.protocol import Load, RequestError
 from worker.batch import Plan, Runner, batch_of, check_sampled
 from worker.block_pool import BlockPool, InvariantError
 from worker.engine_config import EngineConfig
 from worker.engine_stats import EngineStats, EvictionAges, TierStats
 from worker.eviction import EvictionPolicy, Lru
+from worker.outputs import Changes, Output
 from worker.prefill_speed import StepWork
 from worker.prefix_cache import AGE_BOUNDS_S, PrefixCache, Why
 from worker.scheduler import Scheduler
 from worker.sequence import EngineRequest, Sequence
 from worker.tiers.cold_tiers import ColdTiers
+from worker.tiers.saving import save_cache
 
 __all__ = [
     "Changes",
@@ -40,39 +40,6 @@ __all__ = [
 
 ROOT_BYTES = 32
 """Size of a namespace root. Longer than a hash, so no content of depth 0 equals a deeper one."""
-
-
-class Output(msgspec.Struct, gc=False):
-    """News of one request.
-
-    token_ids      new tokens, the end token included; the next step reads the list too
-    finish_reason  "" while it runs; else "stop" (end token), "length" (max_tokens or the end of
-                   the context), or "error". Exactly one output of a request has one; a
-                   cancelled request gets none
-    hit_tokens     prompt tokens reused when it was first admitted
-    error          what went wrong, for "error"
-    """
-
-    request_id: str
-    token_ids: list[int]
-    finish_reason: str = ""
-    hit_tokens: int = 0
-    error: str = ""
-
-
-class Changes(msgspec.Struct, kw_only=True):
-    """Net change since the last take: `stored` and `evicted` are disjoint, parents come first in
-    `stored`, and a hash both stored and evicted in between is in neither.
-
-    received   ids of the requests added since the last take
-    cold       the same of the cold tiers, where there are any; `stored` and `evicted` are of the
-               device
-    """
-
-    stored: list[bytes]
-    evicted: list[bytes]
-    received: list[str]
-    cold: ColdReport | None = None
 
 
 class EngineCore:
@@ -174,6 +141,18 @@ class EngineCore:
     def fail_all(self, reason: str) -> list[Output]:
         """End every request, running or waiting, with an "error" output that says why."""
         return self._fail(list(self._sequences.values()), reason)
+
+    def save(
+        self, seconds: float, clock: Callable[[], float], idle: Callable[[], None]
+    ) -> tuple[int, int]:
+        """End all, then write to disk what is cached on the device (`tiers.saving`). Nothing may be
+        asked of the engine afterwards. Returns how many blocks lie on disk now, and of how many.
+        """
+        self.fail_all("the worker has stopped")
+        self._scheduler.pins.release()
+        if self.tiers is None:
+            return 0, len(self._cache)
+        return save_cache(self._cache, self.tiers, seconds, clock, idle)
 
     def forget_model(self, eos_token_ids: list[int]) -> None:
         """The runner is about to compute with other weights: nothing cached may be used again.

@@ -88,7 +88,7 @@ async def test_the_announced_tiers_are_the_truth_across_restart_and_new_weights(
         a_worker(redis_url, pool, models[0], **fields) as worker,
         a_fleet(redis_url, pool) as fleet,
     ):
-        assert await announced_as_held(worker, fleet) == (set(), set(), disk)
+        assert await announced_as_held(worker, fleet) == (set(), set(), disk | device)
         for prompt in PROMPTS:
             _, text = await worker.text_of(prompt)
             assert text == answer_of(models[0], prompt)
@@ -112,6 +112,42 @@ async def test_the_announced_tiers_are_the_truth_across_restart_and_new_weights(
         ):
             assert answer.status == 200
         assert await announced_as_held(worker, fleet) == (set(), set(), set())
+
+
+async def test_a_worker_that_ends_in_good_order_leaves_its_device_s_blocks_to_the_next(
+    redis_url, pool, models, tmp_path
+):
+    fields = {
+        **TIERS,
+        "kv_blocks": 400,
+        "disk_tier_dir": str(tmp_path / "kv"),
+        "cache_dir": str(tmp_path / "cache"),
+    }
+    async with (
+        a_worker(redis_url, pool, models[0], **fields) as worker,
+        a_fleet(redis_url, pool) as fleet,
+    ):
+        for prompt in PROMPTS:
+            await worker.text_of(prompt)
+        device, cpu, disk = await announced_as_held(worker, fleet)
+        assert device
+        assert not cpu | disk  # nothing had to leave the device
+    async with (
+        a_worker(redis_url, pool, models[0], **fields) as worker,
+        a_fleet(redis_url, pool) as fleet,
+    ):
+        assert await announced_as_held(worker, fleet) == (set(), set(), device)
+        for prompt in PROMPTS:
+            _, text = await worker.text_of(prompt)
+            assert text == answer_of(models[0], prompt)
+        tiers = (await worker.stats()).tiers
+        assert tiers.loads + tiers.declined_loads > 0
+        assert tiers.failed_loads == 0
+    async with a_worker(redis_url, pool, models[0], **fields, save_timeout_s=0.0) as worker:
+        await worker.text_of("what nobody has asked before, in more than two blocks")
+        found = (await listing(worker))[2]
+    async with a_worker(redis_url, pool, models[0], **fields) as worker:
+        assert (await listing(worker))[2] == found  # no time, nothing saved
 
 
 async def test_a_disk_tier_without_host_memory_is_refused(redis_url, pool, models):
