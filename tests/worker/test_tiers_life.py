@@ -19,7 +19,7 @@ from cluster.protocol import BlockList, pool_token
 from router.fleet import Fleet
 from tests.cluster.bus_bench import QUICK
 from tests.tiny_model import write_tiny_llama
-from tests.worker.test_worker_life import SECRET, STEM, Worker, a_worker, answer_of
+from tests.worker.test_worker_life import SECRET, STEM, Worker, a_worker, answer_of, documented
 
 TIERS = {"kv_blocks": 30, "block_size": 8, "cpu_tier_gb": 1e-3, "disk_tier_gb": 1e-2}
 PROMPTS = [f"{number}: {STEM} and {number * 7} more" for number in range(6)]
@@ -82,7 +82,8 @@ async def test_the_announced_tiers_are_the_truth_across_restart_and_new_weights(
         tiers = (await worker.stats()).tiers
         assert tiers is not None
         assert (tiers.cpu_blocks, tiers.disk_blocks) == (len(cpu), len(disk))
-        assert "stemroute_worker_disk_blocks{" in await worker.metrics()
+        metrics = await worker.metrics()
+        assert not [name for name in documented(2) if f"\nstemroute_worker_{name}" not in metrics]
 
     async with (
         a_worker(redis_url, pool, models[0], **fields) as worker,
