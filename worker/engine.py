@@ -145,10 +145,13 @@ class EngineCore:
     def save(
         self, seconds: float, clock: Callable[[], float], idle: Callable[[], None]
     ) -> tuple[int, int]:
-        """End all, then write to disk what is cached on the device (`tiers.saving`). Nothing may be
-        asked of the engine afterwards. Returns how many blocks lie on disk now, and of how many.
+        """Write to disk what is cached on the device (`tiers.saving`), once no request is left.
+
+        Nothing may be asked of the engine afterwards. Returns how many blocks lie on disk now, and
+        of how many. Raises InvariantError while there is work: it still writes to its blocks.
         """
-        self.fail_all("the worker has stopped")
+        if self._sequences:
+            raise InvariantError(f"{len(self._sequences)} requests still use the cache")
         self._scheduler.pins.release()
         if self.tiers is None:
             return 0, len(self._cache)

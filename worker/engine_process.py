@@ -111,6 +111,7 @@ class EngineLoop:
     def _save(self) -> None:
         seconds, tiers = self._settings.save_timeout_s, self._core.tiers
         if tiers is not None and tiers.disk.capacity and seconds:
+            self._tell(self._core.fail_all("the worker has stopped"), "")  # they wait no longer
             saved, cached = self._core.save(seconds, time.monotonic, _a_moment)
             log.info("%d of %d cached blocks are on disk", saved, cached)
 

@@ -4,6 +4,7 @@ import pytest
 
 from tests.worker.scheduling import prompt_of
 from tests.worker.tiered_rig import TieredRig
+from worker.block_pool import InvariantError
 
 POOL = {"capacity_blocks": 40, "block_size": 4, "host_blocks": 8, "disk_blocks": 64}
 
@@ -25,6 +26,7 @@ class Time:
 
 def saved(rig, seconds=1000.0):
     time = Time(rig)
+    rig.core.fail_all("the end")
     return rig.core.save(seconds, time, time.idle)
 
 
@@ -70,6 +72,13 @@ def test_when_time_runs_out_whole_chains_of_the_most_valuable_are_there():
     rig.add("latest again", [*prompt_of(12, first=3), 5])
     hashes = rig.core._scheduler.waiting["latest again"].hashes
     assert latest == frozenset(hashes[:3])
+
+
+def test_nothing_is_saved_under_a_running_request():
+    rig = first_life()
+    rig.add("runs", [7])
+    with pytest.raises(InvariantError, match="1 requests"):
+        rig.core.save(1.0, lambda: 0.0, lambda: None)
 
 
 def test_a_pinned_prefix_and_one_that_a_request_uses_are_saved_as_well():

@@ -151,6 +151,25 @@ async def test_a_worker_that_ends_in_good_order_leaves_its_device_s_blocks_to_th
         assert (await listing(worker))[2] == found  # no time, nothing saved
 
 
+async def test_who_still_runs_at_the_end_fails_clearly_and_the_rest_is_saved(
+    redis_url, pool, models, tmp_path
+):
+    fields = {**TIERS, "kv_blocks": 400, "disk_tier_dir": str(tmp_path / "kv")}
+    fields["cache_dir"] = str(tmp_path / "cache")
+    async with a_worker(redis_url, pool, models[0], **fields, drain_timeout_s=0.01) as worker:
+        await worker.text_of(PROMPTS[0])
+        endless = asyncio.create_task(worker.ask(STEM, max_tokens=1900))
+        while not worker.server.service.publisher.load.running:
+            await worker.stats()
+        held = (await listing(worker))[0]
+        await worker.server.stop()
+        status, _, body = await endless
+        assert status == 500
+        assert "stopped" in body["error"]["message"]
+    async with a_worker(redis_url, pool, models[0], **fields) as worker:
+        assert held <= (await listing(worker))[2]
+
+
 async def test_a_disk_tier_without_host_memory_is_refused(redis_url, pool, models):
     with pytest.raises(Exception, match=r"worker\.cpu_tier_gb"):
         async with a_worker(redis_url, pool, models[0], disk_tier_gb=1.0):
