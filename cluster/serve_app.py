@@ -38,7 +38,9 @@ def application(args: dict[str, Any]) -> Application:
         max_ongoing_requests=16,  # of Serve's own calls; tokens do not go through it
         health_check_period_s=options.health_check_period_s,
         health_check_timeout_s=options.health_check_timeout_s,
-        graceful_shutdown_timeout_s=settings.worker.drain_timeout_s + 15,
+        graceful_shutdown_timeout_s=settings.worker.drain_timeout_s
+        + settings.worker.save_timeout_s
+        + 15,
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={
             "num_cpus": options.cpus_per_worker,

@@ -100,6 +100,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cpu_tier_gb      GiB of host memory for KV blocks that the pool has no room for; 0: none
     disk_tier_gb     GiB on disk for the same, written behind host memory, which it needs; 0: none
     disk_tier_dir    its directory; "" takes ~/.cache/stemroute/kv
+    save_timeout_s   at shutdown, blocks on the device alone may take so long to be written to disk,
+                     where there is a disk tier; 0: they are not
     warmup_file      text file of prompts (separated by lines of "---") that are computed before
                      the worker is ready; "" warms nothing up
     pin_share        share of the pool in which the warm-up's prompts are kept from eviction
@@ -130,6 +132,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cpu_tier_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     disk_tier_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     disk_tier_dir: str = ""
+    save_timeout_s: Annotated[float, msgspec.Meta(ge=0)] = 10.0
     warmup_file: str = ""
     pin_share: float = 0.0
     threads: int = 1

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from cluster.protocol import Sampling
 from worker.block_pool import InvariantError
 from worker.prefill_speed import StepWork
-from worker.scheduler import Plan
+
+if TYPE_CHECKING:
+    from worker.decodes import Decodes
+    from worker.sequence import Sequence
 
 
-class BatchItem(NamedTuple):
-    """One sequence's part of a step.
+@dataclass(slots=True)
+class BatchItem:
+    """One sequence's part of a step. Read it during the step and never keep it: the next one may
+    change it.
 
     token_ids     tokens to compute in this step; their KV is written
     start         position of token_ids[0]; the KV of positions [0, start) is in the pool
     block_table   covers positions [0, start + len(token_ids)), may be longer; position p lies
-                  in block_table[p // block_size]. The live list: read it, never keep it
+                  in block_table[p // block_size]. The live list
     sample        sample one token after the last of token_ids
     output_index  index of that token among the sequence's outputs. Draw it from
                   f(sampling.seed, output_index): a preempted and resumed request then draws
@@ -43,40 +50,50 @@ class Runner(Protocol):
         ...
 
 
+class Plan(NamedTuple):
+    """One step: one token of each that decodes, and of each other sequence so many."""
+
+    decodes: Decodes
+    prefills: dict[Sequence, int]
+
+    def sequences(self) -> list[Sequence]:
+        """Who gets something, in the order of the batch."""
+        return [*self.decodes.sequences, *self.prefills]
+
+
 def batch_of(plan: Plan) -> tuple[list[BatchItem], StepWork]:
     """The runner's batch, and how much work it is."""
-    new = tuple.__new__  # without the named tuple's own, which only passes its arguments on
-    batch = []
-    prefill_tokens = prefill_squares = prefills = 0
-    for sequence, count in plan.items():
-        tokens, start = sequence.tokens, sequence.computed_tokens
-        if sequence.pending_tokens:
-            length, end = len(tokens), start + count
-            token_ids, sample = tokens[start:end].tolist(), end == length
-            prefills += 1
-            prefill_tokens += count
-            prefill_squares += end * end - start * start
-        else:  # a decode: its newest token is the only one to come
-            length = start + 1
-            token_ids, sample = [tokens[start]], True
-        fields = (
-            sequence.request_id,
-            token_ids,
-            start,
-            sequence.block_table,
-            sample,
-            sequence.sampling,
-            length - sequence.prompt_tokens,
+    batch = plan.decodes.items.copy()
+    decodes = len(batch)
+    prefill_tokens = prefill_squares = 0
+    samples = decodes > 0
+    for sequence, count in plan.prefills.items():
+        start = sequence.computed_tokens
+        end = start + count
+        sample = end == len(sequence.tokens)
+        batch.append(
+            BatchItem(
+                sequence.request_id,
+                sequence.tokens[start:end].tolist(),
+                start,
+                sequence.block_table,
+                sample,
+                sequence.sampling,
+                sequence.output_tokens,
+            )
         )
-        batch.append(new(BatchItem, fields))
-    decodes = len(batch) - prefills
-    samples = decodes > 0 or any(item.sample for item in batch)
+        prefill_tokens += count
+        prefill_squares += end * end - start * start
+        samples = samples or sample
     return batch, StepWork(prefill_tokens, prefill_squares // 2, decodes, samples)
 
 
-def check_sampled(batch: list[BatchItem], sampled: list[int | None]) -> None:
-    """Raises InvariantError unless the runner sampled for exactly the items that ask for it."""
-    if [token is not None for token in sampled] != [item.sample for item in batch]:
+def check_sampled(batch: list[BatchItem], sampled: list[int | None], decodes: int) -> None:
+    """Raises InvariantError unless the runner sampled for exactly the items that ask for it, as the
+    `decodes` leading ones do."""
+    wanted = [item.sample for item in islice(batch, decodes, None)]
+    got = [token is not None for token in islice(sampled, decodes, None)]
+    if len(batch) != len(sampled) or wanted != got or None in sampled[:decodes]:
         raise InvariantError(
             f"the runner sampled {sum(token is not None for token in sampled)} tokens for "
             f"{sum(item.sample for item in batch)} of {len(batch)} items"

@@ -16,8 +16,10 @@ from worker.engine import EngineConfig, EngineCore
 from worker.eviction_choice import parse_eviction
 from worker.kv_memory import blocks_that_fit, kv_block_bytes
 from worker.messages import EngineInfo
+from worker.models.config import ModelConfig
 from worker.models.llama import LlamaModel
 from worker.runner import TorchRunner
+from worker.step_memory import StepLimits, graph_bytes, splits_of_sizes, step_bytes
 from worker.tiers.opening import open_tiers
 from worker.weights import LoadedModel, load_model, resolve_device, resolve_dtype
 
@@ -38,12 +40,17 @@ def build_engine(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
         torch.set_num_threads(settings.threads)
     loaded = load_model(settings.model, dtype, settings.cache_dir)
     model = LlamaModel(loaded.config, loaded.tensors, dtype, device)
-    kv_blocks = settings.kv_blocks or blocks_that_fit(
-        loaded.config, settings.block_size, dtype, device, settings.kv_memory_share
-    )
     context_tokens = loaded.config.context_tokens
     if settings.context_tokens:
         context_tokens = min(context_tokens, settings.context_tokens)
+    kv_blocks = settings.kv_blocks or blocks_that_fit(
+        loaded.config,
+        settings.block_size,
+        dtype,
+        device,
+        settings.kv_memory_share,
+        _reserved_bytes(settings, loaded.config, dtype, device, context_tokens),
+    )
     config = EngineConfig(
         block_size=settings.block_size,
         capacity_blocks=kv_blocks,
@@ -88,6 +95,30 @@ def build_engine(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
         info.context_tokens,
     )
     return core, info
+
+
+def _reserved_bytes(
+    settings: WorkerSettings,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    context_tokens: int,
+) -> int:
+    """Memory of the device that steps will take; 0 on a CPU, whose pool is modest anyway."""
+    if device.type != "cuda":
+        return 0
+    limits = StepLimits(
+        settings.token_budget,
+        min(settings.max_batch_size, settings.token_budget),
+        -(-context_tokens // settings.block_size),
+    )
+    step, graphs = step_bytes(config, dtype, limits), 0
+    if settings.cuda_graphs and settings.attention != "sdpa":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        splits = splits_of_sizes(config, settings.max_batch_size, context_tokens, processors)
+        graphs = graph_bytes(config, dtype, limits, splits)
+    log.info("kept for steps: %.0f MiB, for graphs %.0f MiB", step / 2**20, graphs / 2**20)
+    return step + graphs
 
 
 def of_weights(loaded: LoadedModel, dtype: torch.dtype, block_size: int) -> dict[str, Any]:

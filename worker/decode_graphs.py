@@ -41,17 +41,18 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()
+        # One for all: memory that a stream has let go serves only the same stream again.
+        self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, compute: Compute) -> Compute:
         """Run `compute` once, which compiles kernels and makes what is made once; then record it.
 
         The graph knows addresses only: who replays it keeps alive all tensors from outside.
         """
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
             compute()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
             compute()

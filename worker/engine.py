@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
-
-import msgspec
+from itertools import repeat
+from typing import cast
 
 from cluster.blocks import hash_block as sha256_block
-from cluster.protocol import ColdReport, Load, RequestError
-from worker.batch import Runner, batch_of, check_sampled
+from cluster.protocol import Load, RequestError
+from worker.batch import Plan, Runner, batch_of, check_sampled
 from worker.block_pool import BlockPool, InvariantError
 from worker.engine_config import EngineConfig
 from worker.engine_stats import EngineStats, EvictionAges, TierStats
 from worker.eviction import EvictionPolicy, Lru
+from worker.outputs import Changes, Output
 from worker.prefill_speed import StepWork
 from worker.prefix_cache import AGE_BOUNDS_S, PrefixCache, Why
-from worker.scheduler import Plan, Scheduler
+from worker.scheduler import Scheduler
 from worker.sequence import EngineRequest, Sequence
 from worker.tiers.cold_tiers import ColdTiers
+from worker.tiers.saving import save_cache
 
 __all__ = [
     "Changes",
@@ -38,39 +40,6 @@ __all__ = [
 
 ROOT_BYTES = 32
 """Size of a namespace root. Longer than a hash, so no content of depth 0 equals a deeper one."""
-
-
-class Output(msgspec.Struct, kw_only=True, gc=False):
-    """News of one request.
-
-    token_ids      new tokens, the end token included
-    finish_reason  "" while it runs; else "stop" (end token), "length" (max_tokens or the end of
-                   the context), or "error". Exactly one output of a request has one; a
-                   cancelled request gets none
-    hit_tokens     prompt tokens reused when it was first admitted
-    error          what went wrong, for "error"
-    """
-
-    request_id: str
-    token_ids: list[int]
-    finish_reason: str = ""
-    hit_tokens: int = 0
-    error: str = ""
-
-
-class Changes(msgspec.Struct, kw_only=True):
-    """Net change since the last take: `stored` and `evicted` are disjoint, parents come first in
-    `stored`, and a hash both stored and evicted in between is in neither.
-
-    received   ids of the requests added since the last take
-    cold       the same of the cold tiers, where there are any; `stored` and `evicted` are of the
-               device
-    """
-
-    stored: list[bytes]
-    evicted: list[bytes]
-    received: list[str]
-    cold: ColdReport | None = None
 
 
 class EngineCore:
@@ -173,6 +142,21 @@ class EngineCore:
         """End every request, running or waiting, with an "error" output that says why."""
         return self._fail(list(self._sequences.values()), reason)
 
+    def save(
+        self, seconds: float, clock: Callable[[], float], idle: Callable[[], None]
+    ) -> tuple[int, int]:
+        """Write to disk what is cached on the device (`tiers.saving`), once no request is left.
+
+        Nothing may be asked of the engine afterwards. Returns how many blocks lie on disk now, and
+        of how many. Raises InvariantError while there is work: it still writes to its blocks.
+        """
+        if self._sequences:
+            raise InvariantError(f"{len(self._sequences)} requests still use the cache")
+        self._scheduler.pins.release()
+        if self.tiers is None:
+            return 0, len(self._cache)
+        return save_cache(self._cache, self.tiers, seconds, clock, idle)
+
     def forget_model(self, eos_token_ids: list[int]) -> None:
         """The runner is about to compute with other weights: nothing cached may be used again.
 
@@ -225,25 +209,27 @@ class EngineCore:
         none can be done.
         """
         plan = self._scheduler.schedule(now)
-        if not plan:
+        batch, work = batch_of(plan)
+        if not batch:
             if self._sequences and not self.waits_for_loads():
                 load = self.load()
                 raise InvariantError(f"nothing can be scheduled: {load}, {self.config}")
             return []
-        batch, self.last_work = batch_of(plan)
+        self.last_work = work
         self._steps += 1
         try:
             sampled = self._runner.execute(batch)
-            check_sampled(batch, sampled)
+            check_sampled(batch, sampled, work.decodes)
         except Exception as error:
             self.last_failure = error
             self._failed_steps += 1
-            return self._fail(plan, f"the engine failed while it computed this: {error!r}")
+            reason = f"the engine failed while it computed this: {error!r}"
+            return self._fail(plan.sequences(), reason)
         return self._commit(plan, sampled)
 
     def decoding(self) -> list[tuple[str, int]]:
-        """Each running request and its computed tokens, in the order of a batch."""
-        return [(s.request_id, s.computed_tokens) for s in self._scheduler.running.values()]
+        """Each request that decodes and its computed tokens, in the order of a batch."""
+        return [(item.request_id, item.start) for item in self._scheduler.decodes.items]
 
     def steady_steps(self) -> int:
         """How many steps from now on change nothing but the length of answers, unless a request is
@@ -258,23 +244,21 @@ class EngineCore:
         virtual time, in which most steps are steady. (A policy by which blocks expire is the
         exception: they expire at `now`, not in between.)
         """
-        self._scheduler.advance(steps, now)
-        running = self._scheduler.running
-        for sequence, tokens in zip(running.values(), sampled, strict=True):
-            sequence.tokens.extend(tokens)
-        self.last_work = StepWork(0, 0, len(running), synced=True)
+        self._scheduler.advance(steps, sampled, now)
+        decodes = len(self._scheduler.decodes)
+        self.last_work = StepWork(0, 0, decodes, synced=True)
         self._steps += steps
-        self._generated_tokens += steps * len(running)
+        self._generated_tokens += steps * decodes
 
     def load(self) -> Load:
         """The load now, in O(1)."""
         return Load(
-            pending_prefill_tokens=self._scheduler.pending_prefill_tokens,
+            pending_prefill_tokens=self._scheduler.pending.tokens,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             free_blocks=self._pool.free_blocks,
             cached_blocks=len(self._cache),
-            pending_prefill_pairs=self._scheduler.pending_prefill_pairs,
+            pending_prefill_pairs=self._scheduler.pending.pairs,
         )
 
     def take_changes(self) -> Changes:
@@ -334,31 +318,39 @@ class EngineCore:
             raise InvariantError(f"requests {sorted(live ^ self._sequences.keys())} are lost")
 
     def _commit(self, plan: Plan, sampled: list[int | None]) -> list[Output]:
-        commit = self._scheduler.commit
-        block_size, end_tokens = self.config.block_size, self._end_tokens
-        outputs = []
-        for (sequence, count), token in zip(plan.items(), sampled, strict=True):
-            computed = sequence.computed_tokens + count
-            if computed % block_size and not sequence.pending_tokens:
-                sequence.computed_tokens = computed  # all that a commit within a block does
-            else:
-                commit(sequence, count)
+        outputs = self._commit_decodes(cast(list[int], sampled[: len(plan.decodes)]))
+        prefilled = sampled[len(outputs) :]
+        for (sequence, count), token in zip(plan.prefills.items(), prefilled, strict=True):
+            self._scheduler.commit_prefill(sequence, count, token)
             if token is None:
                 continue
-            sequence.tokens.append(token)  # there are computed + 1 now
-            output = Output(
-                request_id=sequence.request_id,
-                token_ids=[token],
-                hit_tokens=sequence.hit_tokens or 0,
-            )
-            if token in end_tokens and not sequence.sampling.ignore_eos:
-                output.finish_reason = "stop"
-                self._end(sequence)
-            elif computed + 1 >= sequence.limit_tokens:
-                output.finish_reason = "length"
-                self._end(sequence)
+            output = Output(sequence.request_id, [token], hit_tokens=sequence.hit_tokens or 0)
             outputs.append(output)
+            if token in self._end_tokens and not sequence.sampling.ignore_eos:
+                output.finish_reason = "stop"
+            elif len(sequence.tokens) >= sequence.limit_tokens:
+                output.finish_reason = "length"
+            if output.finish_reason:
+                self._end(sequence)
+            else:
+                self._scheduler.decodes.join(sequence)
         self._generated_tokens += len(outputs)
+        return outputs
+
+    def _commit_decodes(self, tokens: list[int]) -> list[Output]:
+        decodes, end_tokens = self._scheduler.decodes, self._end_tokens
+        one_each = [[token] for token in tokens]
+        outputs = list(map(Output, decodes.request_ids, one_each, repeat(""), decodes.hit_tokens))
+        ended = {}
+        for sequence in self._scheduler.commit_decodes(one_each):
+            ended[decodes.sequences.index(sequence)] = "length"
+        if not end_tokens.isdisjoint(tokens):
+            for index, token in enumerate(tokens):
+                if token in end_tokens and not decodes.sequences[index].sampling.ignore_eos:
+                    ended[index] = "stop"
+        for index, reason in sorted(ended.items(), reverse=True):
+            outputs[index].finish_reason = reason
+            self._end(decodes.sequences[index])
         return outputs
 
     def _fail(self, sequences: Iterable[Sequence], reason: str) -> list[Output]:

@@ -223,7 +223,8 @@ class EngineClient:
                 await self._send(Stop())
         assert self._process.stdin is not None
         try:
-            await asyncio.to_thread(self._process.wait, 5)
+            saving_s = self._settings.save_timeout_s if self._settings.disk_tier_gb else 0.0
+            await asyncio.to_thread(self._process.wait, 5 + saving_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)

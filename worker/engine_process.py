@@ -64,6 +64,8 @@ LOADING_POLL_MS = 20
 TIER_POLL_MS = 1
 """Where there is nothing to do before KV blocks have come from a cold tier."""
 
+SAVE_POLL_S = 0.001
+
 FAILED_STEPS_TO_GIVE_UP = 3
 """So many failed steps in a row, and the process ends: whoever watches it starts a fresh one."""
 
@@ -104,6 +106,14 @@ class EngineLoop:
             elif heard or idle:
                 self._core.expire(time.monotonic())
                 self._tell([], "")
+        self._save()
+
+    def _save(self) -> None:
+        seconds, tiers = self._settings.save_timeout_s, self._core.tiers
+        if tiers is not None and tiers.disk.capacity and seconds:
+            self._tell(self._core.fail_all("the worker has stopped"), "")  # they wait no longer
+            saved, cached = self._core.save(seconds, time.monotonic, _a_moment)
+            log.info("%d of %d cached blocks are on disk", saved, cached)
 
     def _take_messages(self, wait_ms: int) -> bool:
         if not self._socket.poll(wait_ms):
@@ -229,6 +239,10 @@ class EngineLoop:
 
     def _send(self, message: object) -> None:
         self._socket.send(encode(message))
+
+
+def _a_moment() -> None:
+    time.sleep(SAVE_POLL_S)
 
 
 def _end_with_parent() -> None:

@@ -25,25 +25,28 @@ def blocks_that_fit(
     dtype: torch.dtype,
     device: torch.device | str,
     memory_share: float,
+    reserved_bytes: int = 0,
 ) -> int:
     """Usable blocks (block 0 not counted) for a pool on `device`; call it with weights loaded.
 
-    On CUDA `memory_share` of the memory that is free now. On a CPU a modest default.
+    On CUDA `memory_share` of the memory that is free now, without `reserved_bytes` of it that the
+    steps take (`step_memory`). On a CPU a modest default.
     Raises MemoryError where not even one block fits.
     """
     block_bytes = kv_block_bytes(config, block_size, dtype)
     device = torch.device(device)
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
-        pool_bytes = int(free_bytes * memory_share)
+        pool_bytes = max(0, int((free_bytes - reserved_bytes) * memory_share))
     else:
         free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         pool_bytes = min(CPU_POOL_BYTES, int(free_bytes * CPU_POOL_SHARE))
     blocks = pool_bytes // block_bytes - 1
     if blocks < 1:
         raise MemoryError(
-            f"a KV pool of {pool_bytes} bytes on {device} ({free_bytes} bytes free) holds no block "
-            f"of {block_bytes} bytes; free memory, use a smaller model or a smaller block size"
+            f"a KV pool of {pool_bytes} bytes on {device} ({free_bytes} bytes free, "
+            f"{reserved_bytes} of them kept for steps) holds no block of {block_bytes} bytes; free "
+            "memory, use a smaller model, max_batch_size, token_budget or block_size"
         )
     return blocks
 

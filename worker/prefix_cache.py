@@ -222,6 +222,36 @@ class PrefixCache:
         while pool.kept > self.keep_limit:
             self._evict(self._policy.victim(self.now), Why.CAP)
 
+    def wind_up(self) -> list[int]:
+        """All cached blocks that nobody references, as evictions would take them, but the last one
+        first: the most valuable first, and each behind the block that it continues.
+
+        For the end of the cache's life: pool and policy let them go, and after this only `offer`
+        and `hash_of` may be called.
+        """
+        order = []
+        while self._pool.kept:
+            block = self._policy.victim(self.now)
+            self._pool.vacate(block)
+            order.append(block)
+            self._orphan(block)
+        return order[::-1]
+
+    def offer(self, block: int, now: float) -> None:
+        """Have the cold tiers keep a cached block, used at `now`, and those before it."""
+        if self._tiers is not None:
+            path = []
+            above = block
+            while above and not self._tiers.keeps(above):
+                path.append(Leaving(above, self._hashes[above], self._contents[above]))
+                above = self._parents[above]
+            if path:
+                self._tiers.leave(above, path[::-1], now)
+
+    def hash_of(self, block: int) -> bytes:
+        """The hash of a cached block."""
+        return self._hashes[block]
+
     def expire(self) -> None:
         """Drop what has been of no use for too long."""
         while block := self._policy.expired(self.now):
@@ -257,7 +287,9 @@ class PrefixCache:
                 f"{self._children[block]} children, {self._pool.references(block)} references"
             )
         if self._tiers is not None:
-            self._leave(self._tiers, block, why)
+            if why is not Why.EXPIRED:  # what has no use here has none there
+                self.offer(block, self.now)
+            self._tiers.left(block, self.now)
         self._pool.vacate(block)
         del self._blocks[block_hash], self._hashes[block], self._contents[block]
         self._note_gone(block_hash)
@@ -265,27 +297,16 @@ class PrefixCache:
         age_s = max(0.0, self.now - self._pool.last_used[block])
         self.evicted_ages[bisect_left(AGE_BOUNDS_S, age_s)] += 1
         self.evicted_age_s += age_s
-        parent = self._parents[block]
+        self._orphan(block)
         self._parents[block] = 0
+
+    def _orphan(self, block: int) -> None:
+        """The block's parent has a child less."""
+        parent = self._parents[block]
         if parent:
             self._children[parent] -= 1
             if not self._children[parent] and not self._pool.references(parent):
                 self._policy.leaf(parent)
-
-    def _leave(self, tiers: ColdTiers, block: int, why: Why) -> None:
-        """Offer a block that goes to the cold tiers, with those before it that they lack.
-
-        What has been of no use for too long has no use there either.
-        """
-        if why is not Why.EXPIRED:
-            path = []
-            above = block
-            while above and not tiers.keeps(above):
-                path.append(Leaving(above, self._hashes[above], self._contents[above]))
-                above = self._parents[above]
-            if path:
-                tiers.leave(above, path[::-1], self.now)
-        tiers.left(block, self.now)
 
     def _note_gone(self, block_hash: bytes) -> None:
         if block_hash in self._stored:

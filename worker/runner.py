@@ -8,7 +8,7 @@ import torch
 
 from worker.attention import AttentionBackend, attention_backend
 from worker.batch import BatchItem
-from worker.decode_graphs import Capture, DecodeGraphs
+from worker.decode_graphs import Capture, Decoded, DecodeGraphs
 from worker.kv_memory import new_pools
 from worker.models.llama import LlamaModel
 from worker.sampler import Draw, sample
@@ -62,14 +62,25 @@ class TorchRunner:
         Raises ValueError for an item that is empty, that its block table does not cover or that
         writes outside the pool.
         """
-        if not batch:
-            return []
         answers: list[int | None] = [None] * len(batch)
-        sampled, tokens = self._replayed(batch) or self._computed(batch)
+        if not batch:
+            return answers
+        sampled, (likeliest, logits) = self.compute(batch)
         if sampled:
+            tokens = sample(logits, [_draw(batch[index]) for index in sampled], likeliest)
             for index, token in zip(sampled, read_back(tokens), strict=True):
                 answers[index] = token
         return answers
+
+    @torch.inference_mode()
+    def compute(self, batch: list[BatchItem]) -> tuple[list[int], Decoded]:
+        """All of a step but sampling: indices of the items that sample, and what these got."""
+        replayed = self._replayed(batch)
+        if replayed:
+            return replayed
+        step = self.lay_out(batch)
+        logits = self.forward(step)
+        return step.sampled, Decoded(logits.argmax(dim=-1), logits)
 
     @torch.inference_mode()
     def forward(self, step: Step) -> torch.Tensor:
@@ -83,17 +94,8 @@ class TorchRunner:
         """The batch on the device; see `StepLayout`."""
         return self._layout(batch).on(self.model.device)
 
-    def _computed(self, batch: list[BatchItem]) -> tuple[list[int], torch.Tensor]:
-        """Indices of the items that sample, and their tokens on the device."""
-        step = self.lay_out(batch)
-        logits = self.forward(step)
-        if not step.sampled:
-            return [], step.token_ids
-        draws = [_draw(batch[index]) for index in step.sampled]
-        return step.sampled, sample(logits, draws, logits.argmax(dim=-1))
-
-    def _replayed(self, batch: list[BatchItem]) -> tuple[list[int], torch.Tensor] | None:
-        """The same from a graph; None where the batch is too large or not of decodes only."""
+    def _replayed(self, batch: list[BatchItem]) -> tuple[list[int], Decoded] | None:
+        """`compute` by a graph; None where the batch is too large or not of decodes only."""
         if self._graphs is None:
             return None
         if not all(len(item.token_ids) == 1 and item.sample for item in batch):
@@ -102,9 +104,7 @@ class TorchRunner:
         if not size:
             return None
         step = self._layout(batch, pad_to=size)
-        decoded = self._graphs.replay(step)
-        draws = [_draw(batch[index]) for index in step.sampled]
-        return step.sampled, sample(decoded.logits, draws, decoded.tokens)
+        return step.sampled, self._graphs.replay(step)
 
 
 def _draw(item: BatchItem) -> Draw:

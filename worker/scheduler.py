@@ -8,20 +8,19 @@ recomputation after preemption and a decode (one token) are the same thing with 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from worker.batch import Plan
 from worker.block_pool import BlockPool, InvariantError
+from worker.decodes import Decodes
 from worker.engine_config import EngineConfig
-from worker.eviction import BlockUse
 from worker.in_flight import InFlight
+from worker.pending import PendingPrefill
 from worker.pins import Pins
 from worker.prefix_cache import PrefixCache
 from worker.sequence import Sequence, Status
 from worker.tiers.cold_tiers import ColdTiers
 from worker.tiers.loading import Loading
-
-Plan = dict[Sequence, int]
-"""Tokens to compute of each sequence in one step."""
 
 
 class Scheduler:
@@ -51,18 +50,13 @@ class Scheduler:
         """Loads from cold tiers; None without such tiers."""
         self.waiting: OrderedDict[str, Sequence] = OrderedDict()
         self.running: dict[str, Sequence] = {}
+        self.decodes = Decodes(config.block_size)
+        """Those of the running that have nothing left to prefill."""
         self._in_flight = InFlight(config)
-        self.pending_prefill_tokens = 0
-        """Sum of the sequences' `pending_tokens`."""
-        self._pending_squares = 0  # twice the pairs: whole numbers that add up exactly
+        self.pending = PendingPrefill()
         self.hits = self.partial_hits = self.misses = 0
         self.reused_tokens = self.resumed_tokens = self.computed_prompt_tokens = 0
         self.preemptions = self.held_requests = 0
-
-    @property
-    def pending_prefill_pairs(self) -> int:
-        """Query-key pairs of the pending tokens' attention."""
-        return self._pending_squares // 2
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence at the end."""
@@ -73,47 +67,55 @@ class Scheduler:
     def schedule(self, now: float) -> Plan:
         """Plan one step. Every planned sequence has the blocks that its tokens need."""
         self.expire(now)
-        plan: Plan = {}
-        self._plan_decodes(plan)
-        budget = self._config.token_budget - len(plan)
-        budget = self._plan_prefills(plan, budget)
-        self._admit(plan, budget)
+        for sequence in self.decodes.full[:]:
+            if sequence.due:  # no: it was preempted for another
+                self._grow(sequence)
+        prefills: dict[Sequence, int] = {}
+        # Whoever runs has got a token of the budget, so there is one for each that decodes.
+        budget = self._plan_prefills(prefills, self._config.token_budget - len(self.decodes))
+        self._admit(prefills, budget)
         if self.loading is not None:
             self.loading.tiers.copy_out()  # the step overwrites what was evicted for it
-        return plan
+        return Plan(self.decodes, prefills)
 
     def steady_steps(self) -> int:
         """How many steps from now on only decode: in them nothing is admitted, allocated, cached,
         evicted or preempted, and no answer reaches its limit. None with cold tiers, whose loads
         end when they end."""
-        running, block_size = self.running, self._block_size
-        if self.loading is not None:
+        if self.loading is not None or len(self.decodes) < len(self.running):
             return 0
-        if not running or len(running) > self._config.token_budget or self._in_flight.blocks:
-            return 0
-        steps = 1 << 62
-        for sequence in running.values():
-            computed = sequence.computed_tokens
-            if sequence.pending_tokens or computed == len(sequence.block_table) * block_size:
-                return 0
-            within_block = block_size - 1 - computed % block_size
-            steps = min(steps, within_block, sequence.limit_tokens - len(sequence.tokens) - 1)
+        steps = self.decodes.steps_alone()
         return steps if steps > 0 and self._admits_none() else 0
 
-    def advance(self, steps: int, now: float) -> None:
+    def advance(self, steps: int, sampled: Iterable[Iterable[int]], now: float) -> None:
         """What `schedule` and the commits of `steps` steady steps do, the last one at `now`."""
         self.expire(now)
         self._admit({}, self._config.token_budget - len(self.running))
-        for sequence in self.running.values():
-            sequence.computed_tokens += steps
+        self.decodes.leap(steps, sampled)
 
-    def commit(self, sequence: Sequence, count: int) -> None:
-        """The forward pass has written the KV of `count` more tokens of the sequence."""
-        computed = sequence.computed_tokens = sequence.computed_tokens + count
-        if sequence.pending_tokens:
-            self._set_pending(sequence, sequence.pending_tokens - count)
-            self.computed_prompt_tokens += count
-        full = computed // self._block_size
+    def commit_decodes(self, sampled: list[list[int]]) -> list[Sequence]:
+        """The forward pass has computed a token of each that decodes, and the next was sampled.
+        Returns those whose answers are at their limit."""
+        at_limit = []
+        for sequence in self.decodes.advance(sampled):
+            full, rest = divmod(sequence.computed_tokens, self._block_size)
+            if not rest:
+                self._settle(sequence, full)
+                self.decodes.full.append(sequence)
+            if len(sequence.tokens) < sequence.limit_tokens:
+                self.decodes.wait(sequence)
+            else:
+                at_limit.append(sequence)
+        return at_limit
+
+    def commit_prefill(self, sequence: Sequence, count: int, sampled: int | None) -> None:
+        """The forward pass has written the KV of `count` more tokens of the sequence, which ends
+        or joins `decodes` now where these were the last, after which one was sampled."""
+        self.pending.set(sequence, sequence.pending_tokens - count)
+        self.computed_prompt_tokens += count
+        if sampled is not None:
+            sequence.tokens.append(sampled)
+        full = sequence.computed_tokens // self._block_size
         if full > sequence.settled_blocks:
             self._settle(sequence, full)
 
@@ -121,7 +123,7 @@ class Scheduler:
         """Take a sequence out at whatever stage it is, and give back what it holds."""
         if sequence.status is Status.WAITING:
             del self.waiting[sequence.request_id]
-            self._set_pending(sequence, 0)
+            self.pending.set(sequence, 0)
         else:
             self._stop_running(sequence)
         sequence.status = Status.ENDED
@@ -151,33 +153,19 @@ class Scheduler:
         if self.loading is not None:
             self.loading.settle()
 
-    def _plan_decodes(self, plan: Plan) -> None:
-        running, block_size = self.running.values(), self._block_size
-        decodes = [sequence for sequence in running if not sequence.pending_tokens]
-        del decodes[self._config.token_budget :]
-        preemptions = self.preemptions
-        # Most are inside a block: the remainder, which is quick to see, leaves few to look at.
-        for sequence in [one for one in decodes if not one.computed_tokens % block_size]:
-            full = sequence.computed_tokens == len(sequence.block_table) * block_size
-            if full and sequence.status is Status.RUNNING:
-                self._grow(sequence)
-        if self.preemptions > preemptions:
-            decodes = [one for one in decodes if one.status is Status.RUNNING]
-        plan.update(dict.fromkeys(decodes, 1))
-
-    def _plan_prefills(self, plan: Plan, budget: int) -> int:
+    def _plan_prefills(self, prefills: dict[Sequence, int], budget: int) -> int:
         # Admission has given them all their blocks already.
-        if self.pending_prefill_tokens:
+        if self.pending.tokens:
             for sequence in self.running.values():
                 if not budget:
                     break
                 if sequence.pending_tokens:
                     count = min(budget, self._chunk_limit, sequence.pending_tokens)
-                    plan[sequence] = count
+                    prefills[sequence] = count
                     budget -= count
         return budget
 
-    def _admit(self, plan: Plan, budget: int) -> None:
+    def _admit(self, prefills: dict[Sequence, int], budget: int) -> None:
         """First come, first served: who does not fit keeps those behind out as well, or a long
         prompt would starve. Only a request that is held back for another's prefix is passed by:
         its wait is short, and it would compute nothing new.
@@ -212,7 +200,7 @@ class Scheduler:
                 break
             admitted.append(sequence)
             count = min(budget, self._chunk_limit, sequence.pending_tokens)
-            plan[sequence] = count
+            prefills[sequence] = count
             budget -= count
         for sequence in admitted:
             del self.waiting[sequence.request_id]
@@ -244,7 +232,7 @@ class Scheduler:
             return False
         blocks: list[int] = []
         if limit:
-            use = self._use_of(sequence, 0)
+            use = sequence.use(self._cache.now, 0, self._block_size)
             blocks = self._cache.acquire(
                 sequence.request.namespace_root, sequence.hashes, sequence.packed(), limit, use
             )
@@ -255,10 +243,9 @@ class Scheduler:
         blocks.extend([self._cache.allocate() for _ in range(total - hit_blocks)])
         sequence.block_table = blocks
         sequence.settled_blocks = hit_blocks
-        sequence.computed_tokens = hit_blocks * self._block_size
         sequence.publishes = self._config.prefix_caching
         sequence.status = Status.RUNNING
-        self._set_pending(sequence, len(sequence.tokens) - sequence.computed_tokens)
+        self._estimate(sequence, hit_blocks)
         self.running[sequence.request_id] = sequence
         self._in_flight.enter(sequence)
         self._count_hit(sequence, hit_blocks, limit)
@@ -289,6 +276,7 @@ class Scheduler:
             if victim is sequence:
                 return
         sequence.block_table.append(self._cache.allocate())
+        self.decodes.full.remove(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue's front. Outputs stay; its KV is looked up or computed afresh.
@@ -305,41 +293,38 @@ class Scheduler:
         self.preemptions += 1
 
     def _stop_running(self, sequence: Sequence) -> None:
+        self.decodes.leave(sequence)
         self._in_flight.leave(sequence)
         self._cache.release(sequence.block_table)
         sequence.block_table = []
-        sequence.computed_tokens = sequence.settled_blocks = 0
+        sequence.settled_blocks = 0
         sequence.publishes = False
-        self._set_pending(sequence, 0)
+        self.pending.set(sequence, 0)
         del self.running[sequence.request_id]
 
     def _settle(self, sequence: Sequence, full: int) -> None:
         """Offer the blocks [settled, full), now written, to the cache."""
         if sequence.publishes:
-            table, hashes, block_size = sequence.block_table, sequence.hashes, self._block_size
-            in_flight, store, use_of = self._in_flight.blocks, self._cache.store, self._use_of
+            cache, in_flight, block_size = self._cache, self._in_flight.blocks, self._block_size
+            table, hashes = sequence.block_table, sequence.hashes
             first = sequence.settled_blocks
-            parent_key = sequence.parent_key(first)
-            parent = table[first - 1] if first else 0
+            parent, key = table[first - 1] if first else 0, sequence.parent_key(first)
             for index in range(first, full):
                 packed = sequence.packed_block(index, block_size)
                 if index == len(hashes):
-                    hashes.append(self._hash_block(parent_key, packed))
+                    hashes.append(self._hash_block(key, packed))
                 block_hash = hashes[index]
-                use = use_of(sequence, index)
-                kept = store(table[index], block_hash, parent, parent_key, packed, use)
-                if not kept:  # a collision: what follows would hang below other content
+                use = sequence.use(cache.now, index, block_size)
+                parent = cache.store(table[index], block_hash, parent, key, packed, use)
+                if not parent:  # a collision: what follows would hang below other content
                     self._in_flight.leave(sequence)
                     sequence.publishes = False
                     break
-                table[index] = kept
+                table[index] = parent
                 if in_flight and in_flight.get(block_hash) is sequence:
                     del in_flight[block_hash]
-                parent, parent_key = kept, block_hash
+                key = block_hash
         sequence.settled_blocks = full
-
-    def _use_of(self, sequence: Sequence, depth: int) -> BlockUse:
-        return sequence.use(self._cache.now, depth, self._block_size)
 
     def _hit_limit(self, sequence: Sequence) -> int:
         """Blocks that may be reused: all but the last token, so that there is one to compute."""
@@ -358,18 +343,13 @@ class Scheduler:
             hashes.append(self._hash_block(sequence.parent_key(index), packed))
 
     def _estimate(self, sequence: Sequence, reusable_blocks: int) -> None:
-        self._set_pending(sequence, len(sequence.tokens) - reusable_blocks * self._block_size)
-
-    def _set_pending(self, sequence: Sequence, tokens: int) -> None:
-        self.pending_prefill_tokens += tokens - sequence.pending_tokens
-        self._pending_squares -= _pending_squares(sequence)
-        sequence.pending_tokens = tokens
-        self._pending_squares += _pending_squares(sequence)
+        self.pending.set(sequence, len(sequence.tokens) - reusable_blocks * self._block_size)
 
     def check(self) -> None:
         """Raises InvariantError unless pool, cache and sequences agree. O(pool + tables)."""
         self._pool.check()
         self._cache.check()
+        self.decodes.check()
         held = [0] * (self._pool.capacity + 1)
         for block in self.pins.blocks:
             held[block] += 1
@@ -400,21 +380,7 @@ class Scheduler:
         for sequence in self.waiting.values():
             if sequence.block_table or sequence.computed_tokens or sequence.settled_blocks:
                 raise InvariantError(f"{sequence.request_id} waits and holds KV")
-        pending = sum(s.pending_tokens for s in (*self.running.values(), *self.waiting.values()))
-        if pending != self.pending_prefill_tokens:
-            raise InvariantError(
-                f"{self.pending_prefill_tokens} pending prefill tokens, counted {pending}"
-            )
-        squares = sum(map(_pending_squares, (*self.running.values(), *self.waiting.values())))
-        if squares != self._pending_squares:
-            raise InvariantError(f"{self._pending_squares} pending squares, counted {squares}")
+        self.pending.check((*self.running.values(), *self.waiting.values()))
         for holder in self._in_flight.blocks.values():
             if self.running.get(holder.request_id) is not holder or not holder.publishes:
                 raise InvariantError(f"{holder.request_id} has blocks in flight without computing")
-
-
-def _pending_squares(sequence: Sequence) -> int:
-    """Twice the query-key pairs of a sequence's pending tokens, which are its last ones."""
-    total = len(sequence.tokens)
-    first = total - sequence.pending_tokens
-    return total * total - first * first

@@ -66,12 +66,13 @@ class Sequence:
     publishes        whether its further full blocks may enter the cache
     held_for         hash of the block, being computed by another or loaded, that this one waits for
     loaded           whether a load has been begun for it since it was queued
+    due              step of `Decodes` after which it is looked at; 0 while it does not decode
     hit_tokens       prompt tokens reused at the first admission; None before it
     """
 
     __slots__ = (
         "block_table",
-        "computed_tokens",
+        "due",
         "hashes",
         "held_for",
         "hit_tokens",
@@ -108,14 +109,25 @@ class Sequence:
         self.limit_tokens = min(self.prompt_tokens + request.sampling.max_tokens, sequence_limit)
         self.hashes: list[bytes] = split_hashes(request.block_hashes)
         self.block_table: list[int] = []
-        self.computed_tokens = 0
         self.settled_blocks = 0
         self.pending_tokens = 0
         self.publishes = False
         self.held_for: bytes | None = None
         self.loaded = False
+        self.due = 0
         self.hit_tokens: int | None = None
         self.status = Status.WAITING
+
+    @property
+    def computed_tokens(self) -> int:
+        """Leading tokens whose KV is in the pool; 0 unless running.
+
+        Kept nowhere, so that a decode changes nothing but the tokens: all are computed but those
+        pending, and the newest of a sequence without any.
+        """
+        if self.status is not Status.RUNNING:
+            return 0
+        return len(self.tokens) - (self.pending_tokens or 1)
 
     @property
     def output_tokens(self) -> int:

@@ -12,6 +12,7 @@ import time
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cluster.blocks import hash_blocks, join_hashes
 from cluster.protocol import Sampling
@@ -64,12 +65,13 @@ class SteadyLoad:
                 capacity_blocks=capacity_blocks,
                 context_tokens=4 * PROMPT,
                 max_batch_size=RUNNING,
-                token_budget=1 << 16,
+                token_budget=RUNNING * (PROMPT - STEM),
             ),
             NoRunner(),
         )
         self.stems = [self._tokens(STEM) for _ in range(STEMS)]
         self.served = 0
+        self.arrived = 0
         self.now = 0.0
 
     def fill(self, blocks: int) -> None:
@@ -78,18 +80,32 @@ class SteadyLoad:
             self._add(self._tokens(PROMPT), 1)
             self._step()
 
-    def start(self) -> None:
-        """Bring the sequences to different places, as a running engine has them."""
+    def start(self, in_lockstep: bool = False) -> None:
+        """Bring the sequences to different places, as a running engine has them, or all to one."""
         for stem in range(STEMS):
             self._add(self.stems[stem] + self._tokens(BLOCK), 1)
             self._step()
         for number in range(RUNNING):
-            self._add(self._prompt(), 1 + MOST_OUTPUT * (number + 1) // RUNNING)
-            self._step()
+            answer = 1 + MOST_OUTPUT * (number + 1) // RUNNING
+            self._add(self._prompt(), MOST_OUTPUT if in_lockstep else answer)
+            if not in_lockstep:
+                self._step()
 
     def measure(self, steps: int) -> StepCost:
         """The cost of so many steps, each with the arrivals that keep 256 running."""
-        hit_before = self.core.stats().reused_tokens
+        hit_before, arrived_before = self.core.stats().reused_tokens, self.arrived
+        ms = self.costs_ms(steps)
+        return StepCost(
+            float(ms.mean()),
+            float(np.median(ms)),
+            float(np.percentile(ms, 99)),
+            steps,
+            self.arrived - arrived_before,
+            self.core.stats().reused_tokens - hit_before,
+        )
+
+    def costs_ms(self, steps: int) -> NDArray[np.float64]:
+        """CPU time of each of so many steps, taken as in `measure`."""
         costs = []
         waiting = [self._request(self._prompt(), MOST_OUTPUT) for _ in range(steps)]
         gc.collect()
@@ -106,15 +122,8 @@ class SteadyLoad:
             core.load()
             costs.append(time.thread_time_ns() - begun)
         gc.unfreeze()
-        ms = np.array(costs) / 1e6
-        return StepCost(
-            float(ms.mean()),
-            float(np.median(ms)),
-            float(np.percentile(ms, 99)),
-            steps,
-            steps - len(waiting),
-            core.stats().reused_tokens - hit_before,
-        )
+        self.arrived += steps - len(waiting)
+        return np.array(costs) / 1e6
 
     def _prompt(self) -> bytes:
         return self.draws.choice(self.stems) + self._tokens(PROMPT - STEM)

@@ -12,8 +12,11 @@ from tests.gpu import checks, speed
 from tests.gpu.floors import DeviceRates, ModelCost, cost_of, decode_speed, prefill_speed, table
 from tests.gpu.run import checked
 from tests.worker.paged import Heads
+from tests.worker.static_attention import StaticBackend
 from tests.worker.tiny_models import tiny_model
 from worker.attention import attention_backend
+from worker.decode_graphs import Decoded, eager
+from worker.runner import TorchRunner
 
 ROOT = Path(__file__).parents[2]
 RATES = DeviceRates(bytes_per_s=1000.0, flop_per_s=5000.0)
@@ -90,6 +93,57 @@ def test_the_attention_check_finds_an_error():
     shape = ([(40, 1), (37, 21)], 16, Heads(6, 2, 16), torch.float32, torch.device("cpu"))
     assert checks.attention_error(attention_backend("sdpa"), *shape) == 0
     assert checks.attention_error(Shifted(), *shape) == pytest.approx(0.1, rel=1e-3)
+
+
+def rows_of(*logits):
+    rows = torch.tensor(logits)
+    return Decoded(rows.argmax(dim=-1), rows)
+
+
+class TestComparingRows:
+    """The greatest logit is 10, the tolerance 1 %: 0.1; a lead of more than 0.2 decides."""
+
+    def test_a_near_tie_that_turns_is_none_of_its_business(self):
+        found = checks.compare_rows(
+            rows_of([10.0, 9.95, 0.0], [10.0, 5.0, 0.0]),
+            rows_of([9.93, 10.0, 0.0], [10.0, 5.05, 0.0]),
+            0.01,
+        )
+        assert (found.rows, found.near_ties) == (2, 1)
+        assert found.error == pytest.approx(0.007, rel=1e-3)
+
+    def test_logits_further_apart_are_found_whatever_the_tokens(self):
+        with pytest.raises(AssertionError, match=r"differ by 2\.0e-02"):
+            checks.compare_rows(rows_of([10.0, 5.2, 0.0]), rows_of([10.0, 5.0, 0.0]), 0.01)
+
+    def test_another_token_is_found_where_the_lead_decides(self):
+        logits = torch.tensor([[10.0, 9.7, 0.0], [10.0, 9.9, 0.0]])
+        wrong = Decoded(torch.tensor([1, 1]), logits)
+        with pytest.raises(AssertionError, match="1 of 2 tokens"):
+            checks.compare_rows(wrong, Decoded(torch.tensor([0, 0]), logits), 0.01)
+
+
+def test_the_graph_check_compares_replayed_with_single_launches(monkeypatch):
+    """On a CPU, where replaying is launching again; a graph that leaves stale logits is found."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(checks, "new_runner", static_runner)
+    assert "rows of logits, greatest difference 0.0e+00" in checks.check_graphs(
+        tiny_model(), eager, eager
+    )
+    with pytest.raises(AssertionError, match="logits differ"):
+        checks.check_graphs(tiny_model(), stale, eager)
+
+
+def static_runner(model, blocks, capture):
+    runner = TorchRunner(model, blocks, checks.BLOCK)
+    runner._backend = StaticBackend()
+    runner.capture_decodes(checks.BATCH, model.config.context_tokens, capture)
+    return runner
+
+
+def stale(compute):
+    compute()
+    return lambda: None
 
 
 def test_the_cache_check_holds_on_a_cpu():

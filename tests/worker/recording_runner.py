@@ -8,6 +8,8 @@ it was written, or one written while another reads it, cannot go unseen.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cluster.blocks import pack_tokens
 from cluster.protocol import Sampling
 from worker.batch import BatchItem
@@ -97,7 +99,7 @@ class RecordingRunner:
                 writer[slot] = item.request_id
                 assert not cache.holds(block), "a cached block is written"
                 assert users[block] == {item.request_id}, "a shared block is written"
-        self.batches.append([item._replace(block_table=list(item.block_table)) for item in batch])
+        self.batches.append([replace(item, block_table=list(item.block_table)) for item in batch])
         sampled: list[int | None] = []
         written: dict[tuple[int, int], int] = {}
         for item in batch:

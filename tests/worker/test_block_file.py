@@ -16,8 +16,8 @@ NAMESPACE = Namespace(
 )
 
 
-def open_folder(root, namespace=NAMESPACE, shape=SHAPE):
-    return DiskFolder(root, namespace, shape, len(BODY))
+def open_folder(root, namespace=NAMESPACE, shape=SHAPE, bound_bytes=1 << 30):
+    return DiskFolder(root, namespace, shape, len(BODY), bound_bytes)
 
 
 @pytest.fixture
@@ -98,8 +98,7 @@ def test_another_namespace_has_another_folder_and_cannot_read_this_one(
     folder, tmp_path, field, value
 ):
     _, path = written(folder)
-    fields = {name: getattr(NAMESPACE, name) for name in NAMESPACE.__struct_fields__}
-    other = open_folder(tmp_path, Namespace(**{**fields, field: value}))
+    other = open_folder(tmp_path, Namespace(**{**fields_of(NAMESPACE), field: value}))
     assert other.path != folder.path
     assert other.scan() == []
     expected = other.header(HASH, b"p" * 16, b"t" * 32)
@@ -139,3 +138,72 @@ def test_a_full_disk_leaves_nothing_behind(folder, monkeypatch):
     with pytest.raises(OSError, match="no space"):
         written(folder)
     assert os.listdir(folder.path) == ["lock"]
+
+
+class TestOtherNamespaces:
+    """Four blocks' room for all namespaces of a directory together."""
+
+    ROOM = 4
+
+    def open(self, tmp_path, weights):
+        namespace = Namespace(**{**fields_of(NAMESPACE), "weights": weights})
+        folder = open_folder(tmp_path, namespace)
+        folder.close()
+        return open_folder(tmp_path, namespace, bound_bytes=self.ROOM * folder.block_bytes)
+
+    def write(self, folder, count, first_ns):
+        """A chain of so many blocks, written one after the other from that time on."""
+        for index in range(count):
+            header = folder.header(bytes([index]) * 16, b"p" * 16, b"t" * 32)
+            folder.write(header, BODY)
+            path = folder.path / name_of(header.block_hash)
+            os.utime(path, ns=(first_ns + index, first_ns + index))
+
+    def held(self, folder):
+        return sorted(path.name[:2] for path in folder.path.glob("*.kv"))
+
+    def test_those_used_longest_ago_make_room_from_their_ends(self, tmp_path):
+        old, newer = self.open(tmp_path, "old"), self.open(tmp_path, "newer")
+        self.write(old, 2, 1000)
+        self.write(newer, 2, 2000)
+        old.close()
+        newer.close()
+        mine = self.open(tmp_path, "mine")
+        kept = []
+        for count in range(1, 4):
+            self.write(mine, count, 3000)  # what is there already takes no more room
+            kept.append((self.held(old), self.held(newer)))
+        assert kept == [(["00"], ["00", "01"]), ([], ["00", "01"]), ([], ["00"])]
+        assert len(self.held(mine)) == 3
+        mine.close()
+
+    def test_a_smaller_bound_holds_from_the_start(self, tmp_path):
+        old = open_folder(tmp_path, Namespace(**{**fields_of(NAMESPACE), "weights": "old"}))
+        self.write(old, 9, 1000)
+        old.close()
+        self.open(tmp_path, "mine").close()
+        assert self.held(old) == ["00", "01", "02", "03"]
+
+    def test_what_another_worker_uses_stays(self, tmp_path):
+        theirs = self.open(tmp_path, "theirs")
+        self.write(theirs, 3, 1000)
+        mine = self.open(tmp_path, "mine")
+        self.write(mine, 4, 2000)
+        assert (len(self.held(theirs)), len(self.held(mine))) == (3, 4)
+        theirs.close()
+        mine.close()
+
+    def test_a_removed_block_gives_its_room_back(self, tmp_path):
+        old = self.open(tmp_path, "old")
+        self.write(old, 2, 1000)
+        old.close()
+        mine = self.open(tmp_path, "mine")
+        self.write(mine, 2, 2000)
+        mine.remove(bytes([1]) * 16)
+        self.write(mine, 2, 2000)
+        assert len(self.held(old)) == 2
+        mine.close()
+
+
+def fields_of(namespace):
+    return {name: getattr(namespace, name) for name in namespace.__struct_fields__}

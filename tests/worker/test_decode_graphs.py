@@ -5,6 +5,7 @@ would read stale, or not read at all, shows on a CPU too.
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -147,7 +148,7 @@ def test_random_draws_are_those_of_an_unpadded_step():
     ]
     plain, replayed = TorchRunner(MODEL, 8, BLOCK), graph_runner(blocks=8)
     for step in range(6):
-        entries = [entry._replace(output_index=step + index) for index, entry in enumerate(batch)]
+        entries = [replace(entry, output_index=step + index) for index, entry in enumerate(batch)]
         assert replayed.execute(entries) == plain.execute(entries)
 
 

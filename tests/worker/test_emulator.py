@@ -1,6 +1,7 @@
 """The emulated accelerator: what a step costs, what it answers, how it is labelled."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from tokenizers import Tokenizer
@@ -81,7 +82,7 @@ def test_an_accelerator_that_was_idle_begins_when_it_is_asked():
     runner = EmulatedRunner(CostModel(step_s=1.0), [5], clock, clock.wait)
     runner.execute([item([1], 0, [1])])
     clock.now += 0.3
-    runner.execute([item([2], 0, [1])._replace(request_id="another")])
+    runner.execute([replace(item([2], 0, [1]), request_id="another")])
     assert clock.waits == [pytest.approx(1.0), pytest.approx(1.0)]
 
 

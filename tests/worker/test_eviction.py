@@ -111,6 +111,23 @@ def test_a_policy_is_told_who_uses_which_blocks():
     assert policy.uses == [(table, second)]
 
 
+def test_a_leaf_that_another_computes_again_is_a_leaf_no_more():
+    """One caches a block and ends; another, which began before, then stores the same content."""
+    pool = BlockPool(3)
+    policy = Watching(min)
+    cache = PrefixCache(pool, policy, 1)
+    part = pack_tokens([7])
+    (block_hash,) = hash_blocks(b"r" * 32, part, 1)
+    first, second = cache.allocate(), cache.allocate()
+    assert cache.store(first, block_hash, 0, b"r" * 32, part, USE) == first
+    cache.release([first])
+    assert policy.leaves == {first}
+    assert cache.store(second, block_hash, 0, b"r" * 32, part, USE) == first
+    assert policy.leaves == set()
+    cache.release([first])
+    assert policy.leaves == true_leaves(pool, cache) == {first}
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_lru_evicts_the_leaf_released_longest_ago(seed):
     """Against a model that keeps the time of every release."""

@@ -97,10 +97,10 @@ class TestHoldingBack:
         del flight.worth_waiting_for
         assert list(last(rig)) == ["leader", "holder"]
         rig.step()
-        sequence.computed_tokens -= 8  # as if it had got none of the budget
+        sequence.pending_tokens += 8  # as if it had got none of the budget
         hashes = self.newcomer(rig, [*prompt_of(8), 4, 4, 4, 4, 5]).hashes
         assert flight.worth_waiting_for(hashes, 2, 3) == 0
-        sequence.computed_tokens += 8
+        sequence.pending_tokens -= 8
         assert flight.worth_waiting_for(hashes, 2, 3) == 3
 
     def newcomer(self, rig, prompt):

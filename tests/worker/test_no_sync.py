@@ -15,6 +15,7 @@ from worker.decode_graphs import eager
 from worker.models import LlamaModel
 from worker.runner import TorchRunner
 from worker.sampler import Draw, sample
+from worker.staging import staging_buffer, upload
 
 DEVICE = torch.device("meta")
 
@@ -86,6 +87,29 @@ def test_a_replayed_step_reads_its_tokens_only(reads):
         assert runner.execute([*BATCH[:2], item([1], 0, [4])]) == [7, 7, 7]
     assert reads == [(3,)]
     assert runner._backend.plans == 3, "one for each captured size"
+
+
+def test_what_goes_to_a_gpu_goes_through_pinned_memory_and_is_not_waited_for(monkeypatch):
+    """Without a GPU: what is asked of torch is noted."""
+    asked = []
+
+    def empty(*size, pin_memory=False, **kwargs):
+        asked.append(("staging", pin_memory))
+        return real_empty(*size, **kwargs)
+
+    class Pinned(torch.Tensor):
+        def to(self, device, non_blocking=False):
+            asked.append(("pinned to", device, non_blocking))
+            return self
+
+    real_empty = torch.empty
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.as_subclass(Pinned))
+    cuda = torch.device("cuda")
+    staging_buffer(3, cuda)
+    staging_buffer(3, torch.device("cpu"))
+    upload([1, 2], torch.int64, cuda)
+    assert asked == [("staging", True), ("staging", False), ("pinned to", cuda, True)]
 
 
 def test_sampling_of_all_kinds_reads_nothing():

@@ -1,5 +1,7 @@
 """The runner: what goes in, what comes out, what is refused; and the pool's size."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -58,7 +60,7 @@ def test_random_draws_follow_seed_and_output_index_not_the_batch():
     other = item([50], 0, [2], sampling=Sampling(max_tokens=9, top_p=0.5, seed=3))
     alone = runner_of().execute([one])[0]
     assert runner_of().execute([other, one])[1] == alone
-    drawn = {runner_of().execute([one._replace(output_index=index)])[0] for index in range(12)}
+    drawn = {runner_of().execute([replace(one, output_index=index)])[0] for index in range(12)}
     assert len(drawn) > 4
 
 

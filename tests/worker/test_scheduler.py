@@ -115,6 +115,25 @@ def test_admission_leaves_a_block_for_each_that_runs():
     assert rig.core.stats().preemptions == 0
 
 
+def test_an_attempt_that_must_fail_leaves_the_order_of_eviction_as_it_was():
+    """Who waits for room does not keep its own match fresh by looking at it in every step."""
+    rig = Rig(capacity_blocks=12)
+    rig.add("match", prompt_of(8), max_tokens=1)
+    rig.drain()
+    rig.add("newer", prompt_of(8, first=3), max_tokens=1)
+    rig.drain()
+    rig.add("runs", prompt_of(8, first=4), max_tokens=20, ignore_eos=True)
+    rig.step()
+    order = rig.core._pool.kept_blocks()
+    assert len(order) == 4
+    rig.add("waits", [*prompt_of(8), *prompt_of(28, first=5)])
+    for _ in range(3):
+        rig.step()
+        assert rig.core.load().waiting == 1
+    assert rig.core._pool.kept_blocks() == order
+    rig.drain()
+
+
 def test_alone_a_request_may_take_the_whole_pool():
     rig = Rig(capacity_blocks=3)
     rig.add("a", prompt_of(9), max_tokens=9, ignore_eos=True)

@@ -237,7 +237,7 @@ async def test_a_model_that_is_not_there_ends_the_start_with_the_reason(
 
 
 async def test_draining_lets_answers_end_and_takes_no_more(start_worker: StartWorker, http) -> None:
-    worker = await start_worker(context_tokens=1500)
+    worker = await start_worker(context_tokens=1500, drain_timeout_s=60)
     wanted = request("a", PROMPT, max_tokens=300, stream=True, include_usage=True)
     async with http.post(worker.url + "/generate", data=msgspec.msgpack.encode(wanted)) as answer:
         first = await answer.content.readany()

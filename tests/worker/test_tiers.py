@@ -53,7 +53,7 @@ class Tiered(SmallEngine):
         if directory is not None:
             shape = [4, BLOCK, 2, 8]
             body = kv_block_bytes(MODEL.config, BLOCK, torch.float32)
-            self.folder = DiskFolder(directory, namespace, shape, body)
+            self.folder = DiskFolder(directory, namespace, shape, body, 1 << 30)
         super().__init__(blocks=blocks)
 
     def make_tiers(self):

@@ -19,7 +19,7 @@ from cluster.protocol import BlockList, pool_token
 from router.fleet import Fleet
 from tests.cluster.bus_bench import QUICK
 from tests.tiny_model import write_tiny_llama
-from tests.worker.test_worker_life import SECRET, STEM, Worker, a_worker, answer_of
+from tests.worker.test_worker_life import SECRET, STEM, Worker, a_worker, answer_of, documented
 
 TIERS = {"kv_blocks": 30, "block_size": 8, "cpu_tier_gb": 1e-3, "disk_tier_gb": 1e-2}
 PROMPTS = [f"{number}: {STEM} and {number * 7} more" for number in range(6)]
@@ -82,13 +82,14 @@ async def test_the_announced_tiers_are_the_truth_across_restart_and_new_weights(
         tiers = (await worker.stats()).tiers
         assert tiers is not None
         assert (tiers.cpu_blocks, tiers.disk_blocks) == (len(cpu), len(disk))
-        assert "stemroute_worker_disk_blocks{" in await worker.metrics()
+        metrics = await worker.metrics()
+        assert not [name for name in documented(2) if f"\nstemroute_worker_{name}" not in metrics]
 
     async with (
         a_worker(redis_url, pool, models[0], **fields) as worker,
         a_fleet(redis_url, pool) as fleet,
     ):
-        assert await announced_as_held(worker, fleet) == (set(), set(), disk)
+        assert await announced_as_held(worker, fleet) == (set(), set(), disk | device)
         for prompt in PROMPTS:
             _, text = await worker.text_of(prompt)
             assert text == answer_of(models[0], prompt)
@@ -112,6 +113,61 @@ async def test_the_announced_tiers_are_the_truth_across_restart_and_new_weights(
         ):
             assert answer.status == 200
         assert await announced_as_held(worker, fleet) == (set(), set(), set())
+
+
+async def test_a_worker_that_ends_in_good_order_leaves_its_device_s_blocks_to_the_next(
+    redis_url, pool, models, tmp_path
+):
+    fields = {
+        **TIERS,
+        "kv_blocks": 400,
+        "disk_tier_dir": str(tmp_path / "kv"),
+        "cache_dir": str(tmp_path / "cache"),
+    }
+    async with (
+        a_worker(redis_url, pool, models[0], **fields) as worker,
+        a_fleet(redis_url, pool) as fleet,
+    ):
+        for prompt in PROMPTS:
+            await worker.text_of(prompt)
+        device, cpu, disk = await announced_as_held(worker, fleet)
+        assert device
+        assert not cpu | disk  # nothing had to leave the device
+    async with (
+        a_worker(redis_url, pool, models[0], **fields) as worker,
+        a_fleet(redis_url, pool) as fleet,
+    ):
+        assert await announced_as_held(worker, fleet) == (set(), set(), device)
+        for prompt in PROMPTS:
+            _, text = await worker.text_of(prompt)
+            assert text == answer_of(models[0], prompt)
+        tiers = (await worker.stats()).tiers
+        assert tiers.loads + tiers.declined_loads > 0
+        assert tiers.failed_loads == 0
+    async with a_worker(redis_url, pool, models[0], **fields, save_timeout_s=0.0) as worker:
+        await worker.text_of("what nobody has asked before, in more than two blocks")
+        found = (await listing(worker))[2]
+    async with a_worker(redis_url, pool, models[0], **fields) as worker:
+        assert (await listing(worker))[2] == found  # no time, nothing saved
+
+
+async def test_who_still_runs_at_the_end_fails_clearly_and_the_rest_is_saved(
+    redis_url, pool, models, tmp_path
+):
+    fields = {**TIERS, "kv_blocks": 400, "disk_tier_dir": str(tmp_path / "kv")}
+    fields["cache_dir"] = str(tmp_path / "cache")
+    async with a_worker(redis_url, pool, models[0], **fields, drain_timeout_s=0.01) as worker:
+        await worker.text_of(PROMPTS[0])
+        endless = asyncio.create_task(worker.ask(STEM, max_tokens=1900))
+        while not worker.server.service.publisher.load.running:
+            await worker.stats()
+        held = (await listing(worker))[0]
+        await worker.server.stop()
+        status, _, body = await endless
+        assert status == 500
+        assert "stopped" in body["error"]["message"]
+    async with a_worker(redis_url, pool, models[0], **fields) as worker:
+        assert held <= (await listing(worker))[2]
 
 
 async def test_a_disk_tier_without_host_memory_is_refused(redis_url, pool, models):

@@ -28,7 +28,7 @@ def check_triton(lengths, block_size=16, heads=HEADS, **options):
     return check(lengths, block_size, backend=attention_backend("triton"), heads=heads, **options)
 
 
-@pytest.mark.parametrize("block_size", [16, 32, 64])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_decodes_and_chunks_of_ragged_lengths(block_size):
     check_triton([*RAGGED[:5], (130, 3), *RAGGED[5:]], block_size)
 

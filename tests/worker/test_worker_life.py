@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -135,6 +137,15 @@ def answer_of(model: str, prompt: str, max_tokens: int = 8) -> str:
     return TOKENIZER.decode(tokens[start:])
 
 
+def documented(table: int) -> list[str]:
+    """Names in the first column of a table of metrics in docs/cache.md."""
+    text = (Path(__file__).parents[2] / "docs" / "cache.md").read_text(encoding="utf-8")
+    rows = text.split("| metric (`stemroute_worker_…`) | |")[table].split("\n\n")[0].splitlines()
+    names = [name for row in rows[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert len(names) > 10
+    return names
+
+
 async def test_warm_up_and_what_the_cache_tells(redis_url, pool, models, tmp_path):
     (tmp_path / "prompts.txt").write_text(f"{WARM}\n---\n{STEM}\n---\n")
     async with a_worker(
@@ -170,6 +181,8 @@ async def test_warm_up_and_what_the_cache_tells(redis_url, pool, models, tmp_pat
         evicted = view.evictions_for_space + view.evictions_over_share
         assert f"stemroute_worker_eviction_age_seconds_count{labels} {evicted}.0" in metrics
         assert f"stemroute_worker_kv_bytes_a_token{labels} 256.0" in metrics
+        missing = [name for name in documented(1) if f"\nstemroute_worker_{name}" not in metrics]
+        assert not missing
 
 
 async def test_new_weights_without_a_restart(redis_url, pool, models):

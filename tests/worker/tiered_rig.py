@@ -29,6 +29,11 @@ class ByHand(Executor):
         self.jobs.append((future, fn, args))
         return future
 
+    def shutdown(self, wait=True, *, cancel_futures=False) -> None:
+        assert cancel_futures
+        while self.jobs:
+            self.jobs.popleft()[0].cancel()
+
     def run(self, count: int = 1 << 30) -> None:
         while self.jobs and count > 0:
             count -= 1
@@ -124,6 +129,9 @@ class MemoryFolder:
     def remove(self, block_hash):
         self.files.pop(block_hash, None)
 
+    def note_use(self, block_hash):
+        self.files[block_hash] = self.files.pop(block_hash)
+
     def close(self):
         pass
 
@@ -131,7 +139,10 @@ class MemoryFolder:
 class TieredRig(Rig):
     """A Rig whose cache has cold tiers. Loading is always estimated to be quicker."""
 
-    def __init__(self, *, host_blocks=8, disk_blocks=0, patience=1.0, seed=0, **overrides) -> None:
+    def __init__(
+        self, *, host_blocks=8, disk_blocks=0, patience=1.0, seed=0, files=None, **overrides
+    ) -> None:
+        self.files = {} if files is None else files  # of a former life
         self.host_blocks, self.disk_blocks = host_blocks, disk_blocks
         self.rng = random.Random(seed)
         self.patience = patience
@@ -143,6 +154,8 @@ class TieredRig(Rig):
         size = self.config.block_size
         self.copies = RecordedCopies(self.runner)
         self.folder = MemoryFolder(self.copies) if self.disk_blocks else None
+        if self.folder is not None:
+            self.folder.files = self.files
         tiers = ColdTiers(
             self.copies,
             block_size=size,

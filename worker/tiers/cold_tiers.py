@@ -225,6 +225,25 @@ class ColdTiers:
         if index < load.from_host and entry.alive:
             self._twins[block] = entry
 
+    def on_disk(self, block_hash: bytes) -> bool:
+        """Whether the disk tier holds the block, whole."""
+        entry = self.disk.get(block_hash)
+        return entry is not None and entry.ready
+
+    def end_writing(self) -> None:
+        """Drop what waits to be written, let the file that is being written come to its end, and
+        write nothing any more."""
+        self._writer.shutdown(wait=True, cancel_futures=True)
+        for job, _, twin, disk in self._writing:
+            if twin.alive and not job.cancelled() and job.exception() is None:
+                disk.set_ready(twin)
+
+    def note_use(self, hashes: Sequence[bytes]) -> None:
+        """Have blocks on disk count as used just now in this order, the last one last."""
+        if self._folder is not None:
+            for block_hash in hashes:
+                self._folder.note_use(block_hash)
+
     def forget(self, *, files: bool) -> None:
         """Forget all blocks; with `files` also those on disk. Jobs on their way end by themselves.
 

@@ -8,6 +8,7 @@ whose lock is free, so that workers which restart find their folders again.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -27,6 +28,7 @@ from worker.tiers.block_file import (
     read_header,
     write_block_file,
 )
+from worker.tiers.leftovers import LOCK, Leftovers
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +52,17 @@ class DiskFolder:
     unusable   files that lay there and were no block of this namespace, dtype and shape
     """
 
-    def __init__(self, root: Path, namespace: Namespace, shape: Sequence[int], body_bytes: int):
-        """Raises OSError where no folder can be made there."""
+    def __init__(
+        self,
+        root: Path,
+        namespace: Namespace,
+        shape: Sequence[int],
+        body_bytes: int,
+        bound_bytes: int,
+    ) -> None:
+        """`bound_bytes` is what this folder and the leftovers of other namespaces may take; it is
+        for the caller to write no more blocks than fit. Raises OSError where no folder can be made.
+        """
         self.unusable = 0
         self.body_bytes = body_bytes
         self._namespace = namespace.check()
@@ -62,6 +73,10 @@ class DiskFolder:
         self.block_bytes = -(-size // ALLOCATION_BYTES) * ALLOCATION_BYTES
         """Room that one block takes at most."""
         self.path, self._lock = _own_folder(root / self._namespace)
+        self._bound_bytes = bound_bytes
+        self._files = sum(entry.name.endswith(SUFFIX) for entry in os.scandir(self.path))
+        self._leftovers = Leftovers(root, self.path)
+        self._leftovers.shrink(bound_bytes - self._files * self.block_bytes)
 
     def header(self, block_hash: bytes, parent: bytes, content: bytes) -> Header:
         """The header of a block's file here."""
@@ -94,19 +109,30 @@ class DiskFolder:
         return found
 
     def write(self, header: Header, body: bytes | memoryview) -> None:
-        """Write a block's file. Raises OSError."""
-        write_block_file(self.path / name_of(header.block_hash), header, body)
+        """Write a block's file, for which other namespaces make room. Raises OSError."""
+        path = self.path / name_of(header.block_hash)
+        if not path.exists():
+            self._files += 1
+        self._leftovers.shrink(self._bound_bytes - self._files * self.block_bytes)
+        write_block_file(path, header, body)
 
     def read(self, header: Header) -> bytes:
         """The KV of a block, verified. Raises OSError, BadBlockFile."""
         path = self.path / name_of(header.block_hash)
         body = read_block_file(path, header, self.body_bytes)
-        os.utime(path)  # the order of use outlives this process
+        self.note_use(header.block_hash)
         return body
+
+    def note_use(self, block_hash: bytes) -> None:
+        """Have the block count as used just now: the order of use outlives this process."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self.path / name_of(block_hash))
 
     def remove(self, block_hash: bytes) -> None:
         """Remove a block's file, if it is there."""
-        (self.path / name_of(block_hash)).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            (self.path / name_of(block_hash)).unlink()
+            self._files -= 1
 
     def close(self) -> None:
         """Let another worker have the folder. Doing it twice is harmless."""
@@ -119,7 +145,7 @@ def _own_folder(parent: Path) -> tuple[Path, int]:
     for number in range(MAX_WORKERS):
         path = parent / str(number)
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

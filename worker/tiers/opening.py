@@ -83,8 +83,9 @@ def open_folder(
     shape = [2 * len(runner.pools), *keys.shape[1:]]
     body_bytes = math.prod(shape) * keys.element_size()
     root = settings.disk_tier_dir or Path.home() / ".cache" / "stemroute" / "kv"
-    folder = DiskFolder(Path(root), namespace, shape, body_bytes)
-    blocks = int(settings.disk_tier_gb * GIB) // folder.block_bytes
+    bound_bytes = int(settings.disk_tier_gb * GIB)
+    folder = DiskFolder(Path(root), namespace, shape, body_bytes, bound_bytes)
+    blocks = bound_bytes // folder.block_bytes
     if blocks < 1:
         folder.close()
         raise ValueError(
