@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 FEW = 24
 """Slots that are written one by one; more are written at once."""
+
+VERY_FEW = 4
+"""Slots at one depth that are written into the copy of a kept array; more are part of it."""
 
 MAX_BASES = 256
 """Arrays that a `Spread` keeps."""
@@ -38,24 +41,24 @@ class Spread:
     def __init__(self) -> None:
         self._bases: dict[tuple[int, ...], NDArray[np.int64]] = {}
 
-    def array(self, groups: list[tuple[int, int]], size: int, unit: int) -> NDArray[np.int64]:
+    def array(self, groups: Sequence[tuple[int, int]], size: int, unit: int) -> NDArray[np.int64]:
         """`[size]`: the depth of each slot, times `unit`, of `groups` as (depth, mask) without
-        common slots.
+        common slots, the deepest first.
 
-        Slots in no group get 0. Sorts `groups`.
+        Slots in no group get 0.
         """
-        groups.sort(reverse=True)
         few: list[tuple[int, int]] = []
-        key: tuple[int, ...] = (size,)
+        key = [size]
         reach = 0
         for depth, mask in groups:
             reach |= mask
-            if mask.bit_count() <= FEW:
+            if mask.bit_count() <= VERY_FEW:
                 few.append((depth * unit, mask))
             else:
                 key += depth * unit, reach
-        base = self._bases.get(key)
-        found = (self._base(key) if base is None else base).copy()
+        levels = tuple(key)
+        base = self._bases.get(levels)
+        found = (self._base(levels) if base is None else base).copy()
         for value, mask in few:
             while mask:
                 low_bit = mask & -mask

@@ -82,7 +82,7 @@ class Dispatcher:
         card = booking.member.card
         reason = reason_of(candidates, decision.chosen)
         self._metrics.decisions.note(policy.name, reason, time.perf_counter() - began)
-        if not excluded:  # a second attempt is the same request
+        if self.shadows.arms and not excluded:  # a second attempt is the same request
             self.shadows.observe(fleet, request_id, prompt.chain, candidates, decision.chosen)
         return Placement(
             card.worker, card.address, policy.name, hit_tokens, booking, candidates, decision

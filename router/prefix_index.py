@@ -181,21 +181,36 @@ class PrefixIndex:
         closed the search may end at a boundary behind a hole; it never claims more than the
         deepest block that is held.
         """
+        return self.spread(self.ends(chain, slots, limit), size, unit)
+
+    def ends(
+        self, chain: Sequence[bytes], slots: int, limit: int | None = None
+    ) -> list[tuple[int, int]]:
+        """`depths` as (depth, slots that end there), the deepest first; those with 0 are left
+        out."""
         length = len(chain) if limit is None else limit
         if not slots or not length:
-            return np.zeros(size, dtype=np.int64)
+            return []
         first = chain[0]
         partings = self._partings.get(first, ())
         done: list[tuple[int, int]] = []
         for low, high, mask in self._part_at(chain, partings, 0, length, slots, done):
             if low and mask.bit_count() <= FEW:
                 self._search_few(chain, low, high, mask, done)
-            else:
-                self._search(chain, low, high, mask, done)
-        for depth, mask in done:
-            if depth and depth not in partings and mask.bit_count() > FEW:
-                self._remember(first, depth)
-        return self._spread.array(done, size, unit)
+                continue
+            known = len(done)
+            self._search(chain, low, high, mask, done)
+            for depth, those in done[known:]:
+                if depth and those.bit_count() > FEW:
+                    self._remember(first, depth)
+        done.sort(reverse=True)
+        if done and not done[-1][0]:
+            done.pop()
+        return done
+
+    def spread(self, ends: list[tuple[int, int]], size: int, unit: int = 1) -> NDArray[np.int64]:
+        """`ends` as the array that `depths` gives."""
+        return self._spread.array(ends, size, unit)
 
     def _search(
         self, chain: Sequence[bytes], low: int, high: int, mask: int, done: list[tuple[int, int]]
@@ -226,10 +241,11 @@ class PrefixIndex:
         beginning = chain[low - 1]
         before = self._partings.get(beginning, ())
         ends: list[tuple[int, int]] = []
-        for rest in self._part_at(chain, before, low, high, mask, ends):
-            self._search(chain, *rest, ends)
-        now = sorted((depth for depth, _ in ends), reverse=True)[:MAX_PARTINGS]
-        if now != before:
+        ranges = self._part_at(chain, before, low, high, mask, ends)
+        if ranges or len(ends) != len(before):
+            for rest in ranges:
+                self._search(chain, *rest, ends)
+            now = sorted((depth for depth, _ in ends), reverse=True)[:MAX_PARTINGS]
             self._partings_of(beginning)[:] = now
         done += ends
 

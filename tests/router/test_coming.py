@@ -14,7 +14,7 @@ B = A[:3] + chain_of(range(12, 24), root=b"other")
 
 def depths(coming, chain, slots=0b1111, size=8):
     found = np.zeros(size, dtype=np.int64)
-    coming.raise_depths(found, chain, slots)
+    coming.raise_depths(found, [], chain, slots)
     coming.check()
     return found.tolist()
 
@@ -35,10 +35,10 @@ def test_what_is_held_deeper_already_stays():
     coming = ComingBlocks(10.0)
     coming.claim(0, A[:4], now=0.0)
     found = np.array([2, 1])
-    coming.raise_depths(found, A, 0b11)
+    assert coming.raise_depths(found, [(2, 0b01), (1, 0b10)], A, 0b11) == 4
     assert found.tolist() == [4, 1]
     found = np.array([5, 1])
-    coming.raise_depths(found, A, 0b11)
+    assert coming.raise_depths(found, [(5, 0b01), (1, 0b10)], A, 0b11) == 0
     assert found.tolist() == [5, 1]
 
 
@@ -79,7 +79,6 @@ def test_claims_expire_in_order():
     assert coming.depth(0, A) == 3
     coming.expire(15.0)
     assert len(coming) == 0
-    assert not coming._claims
     assert not coming._deadlines
 
 
