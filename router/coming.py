@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from router.bitmask import FEW, slots_of, truth_of
+from router.bitmask import write
 
 MAX_BLOCKS = 4_000_000
 """Different claimed blocks at most; a claim that would exceed it does not count."""
@@ -179,11 +179,7 @@ class ComingBlocks:
             if not raised:
                 continue
             most = most or depth
-            if raised.bit_count() <= FEW:
-                for slot in slots_of(raised):
-                    found[slot] = depth * unit
-            else:
-                found[truth_of(raised, len(found))] = depth * unit
+            write(found, raised, depth * unit)
         return most
 
     def check(self) -> None:

@@ -65,7 +65,7 @@ class PrefixIndex:
         self._pairs = 0
         # block where a range begins -> depths at which workers parted, the deepest first:
         # many, for a chain's first block; the few that hold a later one
-        self._partings: dict[bytes, list[int]] = {}
+        self._partings: dict[bytes, tuple[int, ...]] = {}
         self._spread = Spread()
 
     def __len__(self) -> int:
@@ -245,8 +245,8 @@ class PrefixIndex:
         if ranges or len(ends) != len(before):
             for rest in ranges:
                 self._search(chain, *rest, ends)
-            now = sorted((depth for depth, _ in ends), reverse=True)[:MAX_PARTINGS]
-            self._partings_of(beginning)[:] = now
+            now = sorted((depth for depth, _ in ends), reverse=True)
+            self._keep(beginning, now)
         done += ends
 
     def _part_at(
@@ -315,22 +315,18 @@ class PrefixIndex:
                 f"{pairs} pairs are held, {self._pairs} counted, {self.max_pairs} allowed"
             )
 
-    def _partings_of(self, beginning: bytes) -> list[int]:
-        """What is remembered for `beginning`, to be changed."""
-        partings = self._partings.get(beginning)
-        if partings is None:
-            if len(self._partings) >= MAX_BEGINNINGS:
-                self._partings.clear()
-            partings = self._partings[beginning] = []
-        return partings
+    def _keep(self, beginning: bytes, partings: Sequence[int]) -> None:
+        """Remember these, the deepest first, for chains with the block `beginning`."""
+        if len(self._partings) >= MAX_BEGINNINGS and beginning not in self._partings:
+            self._partings.clear()
+        self._partings[beginning] = tuple(partings[:MAX_PARTINGS])
 
     def _remember(self, first: bytes, depth: int) -> None:
         """Remember a parting, in the place of the nearest one where there are enough."""
-        partings = self._partings_of(first)
+        partings = list(self._partings.get(first, ()))
         if len(partings) >= MAX_PARTINGS:
             partings.remove(min(partings, key=lambda parting: abs(parting - depth)))
-        partings.append(depth)
-        partings.sort(reverse=True)
+        self._keep(first, sorted([*partings, depth], reverse=True))
 
     def _clear(self, blocks: Iterable[bytes], slot: int) -> None:
         """Take `slot`, which holds each of `blocks`, out of their masks."""

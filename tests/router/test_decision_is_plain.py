@@ -59,7 +59,7 @@ def plain_hit(held, claims, chain, prompt: int) -> int:
 )
 @given(st.lists(events, max_size=40))
 def test_hits_loads_and_choices_equal_plain_ones(monkeypatch, few, script):
-    for module in ("prefix_index", "bitmask", "coming"):
+    for module in ("prefix_index", "bitmask"):
         monkeypatch.setattr(f"router.{module}.FEW", few)
     monkeypatch.setattr("router.bitmask.VERY_FEW", min(few, 4))
     fleet, policy = Fleet(clock=lambda: 0.0), parse_policy("locality")
@@ -152,7 +152,8 @@ groups = st.lists(st.tuples(st.integers(0, 9), st.sets(st.integers(0, 69))), max
 )
 @given(st.lists(groups, min_size=1, max_size=4), st.integers(1, 16))
 def test_arrays_are_what_their_groups_say(monkeypatch, few, several, unit):
-    monkeypatch.setattr("router.bitmask.VERY_FEW", few)
+    for name in ("FEW", "VERY_FEW"):
+        monkeypatch.setattr(f"router.bitmask.{name}", few)
     spread = Spread()
     for number, each in enumerate(several * 2):
         wanted = np.zeros(70, dtype=np.int64)
