@@ -23,13 +23,14 @@ deepest of their chains. A hit is then taken for shorter than it is, never for l
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from router.bitmask import FEW, Spread
+from router.held_blocks import HeldBlocks
 
 MAX_PAIRS = 20_000_000
 """Some 3 GB at most."""
@@ -60,7 +61,7 @@ class PrefixIndex:
         self.max_pairs = max_pairs
         self._shards: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
         # in order of storing: whatever is cut off the end leaves a prefix-closed set
-        self._blocks: dict[int, dict[bytes, None]] = {}
+        self._held: dict[int, HeldBlocks] = {}
         self._dropped: dict[int, int] = {}
         self._pairs = 0
         # block where a range begins -> depths at which workers parted, the deepest first:
@@ -79,15 +80,18 @@ class PrefixIndex:
 
     def store(self, slot: int, hashes: Iterable[bytes]) -> None:
         """The worker in `slot` holds `hashes` from now on: parents before what continues them."""
-        shards, held = self._shards, self._blocks.setdefault(slot, {})
-        before_pairs = len(held)
+        held = self._held.get(slot)
+        if held is None:
+            held = self._held[slot] = HeldBlocks()
+        shards, append = self._shards, held.log.append
+        before_blocks = len(held.log)
         bit = 1 << slot  # this one object serves all of these blocks that nobody else holds
         seen = seen_with_bit = 0
         for block in hashes:
             shard = shards[block[0]]
-            before = shard.setdefault(block, bit)
-            if before is bit:  # new, or its own already
-                pass
+            before = shard.get(block)
+            if before is None:
+                shard[block] = bit
             elif before is seen:  # blocks of one chain mostly have the very same holders
                 shard[block] = seen_with_bit
             elif before & bit:
@@ -95,34 +99,38 @@ class PrefixIndex:
             else:
                 seen, seen_with_bit = before, before | bit
                 shard[block] = seen_with_bit
-            held[block] = None
-        self._pairs += len(held) - before_pairs
+            append(block)
+        stored = len(held.log) - before_blocks
+        held.count += stored
+        self._pairs += stored
         if self._pairs > self.max_pairs:
             self._shrink()
 
     def evict(self, slot: int, hashes: Collection[bytes]) -> None:
         """The worker in `slot` does not hold `hashes` any more; unknown ones are no error."""
-        held = self._blocks.get(slot, {})
-        known = [block for block in hashes if held.pop(block, True) is None]
-        self._clear(known, slot)
+        unknown = self._clear(hashes, slot)
+        known = hashes if not unknown else (Counter(hashes) - Counter(unknown)).keys()
+        held = self._held.get(slot)
+        if held is not None:
+            held.evict(known)
         self._pairs -= len(known)
         dropped = self._dropped.get(slot, 0)
         if dropped:
-            unknown = len(hashes) - len(known)
-            self._dropped[slot] = max(0, dropped - unknown)
+            self._dropped[slot] = max(0, dropped - len(unknown))
 
     def replace(self, slot: int, hashes: Iterable[bytes]) -> None:
         """The worker in `slot` holds exactly `hashes`."""
         wanted = dict.fromkeys(hashes)
         self._dropped.pop(slot, None)
-        self.evict(slot, self._blocks.get(slot, {}).keys() - wanted.keys())
+        self.evict(slot, [block for block in self._blocks(slot) if block not in wanted])
         self.store(slot, wanted)
 
     def drop(self, slot: int) -> None:
         """Forget `slot`, which may then be given to another worker."""
-        held = self._blocks.pop(slot, {})
-        self._clear(held, slot)
-        self._pairs -= len(held)
+        blocks = self._blocks(slot)
+        self._clear(blocks, slot)
+        self._pairs -= len(blocks)
+        self._held.pop(slot, None)
         self._dropped.pop(slot, None)
 
     def holds(self, slot: int, block: bytes) -> bool:
@@ -135,11 +143,12 @@ class PrefixIndex:
 
     def blocks_of(self, slot: int) -> frozenset[bytes]:
         """All blocks of `slot` (a copy)."""
-        return frozenset(self._blocks.get(slot, ()))
+        return frozenset(self._blocks(slot))
 
     def count(self, slot: int) -> int:
         """Number of blocks of `slot`."""
-        return len(self._blocks.get(slot, ()))
+        held = self._held.get(slot)
+        return 0 if held is None else held.count
 
     def dropped(self, slot: int) -> int:
         """Blocks that the worker in `slot` holds but that were dropped for want of room."""
@@ -295,7 +304,13 @@ class PrefixIndex:
     def check(self) -> None:
         """Raise where masks and sets disagree, with figures."""
         rebuilt: dict[bytes, int] = {}
-        for slot, blocks in self._blocks.items():
+        for slot, held in self._held.items():
+            blocks = held.blocks()
+            if not len(blocks) == len(set(blocks)) == held.count:
+                raise IndexCheckError(
+                    f"slot {slot} has {len(blocks)} blocks, {len(set(blocks))} different ones, "
+                    f"and counts {held.count}"
+                )
             for block in blocks:
                 rebuilt[block] = rebuilt.get(block, 0) | 1 << slot
         masks = {block: mask for shard in self._shards for block, mask in shard.items()}
@@ -309,7 +324,7 @@ class PrefixIndex:
                 f"{len(wrong)} of {len(rebuilt)} blocks have a mask that differs from the "
                 f"sets, first {wrong[0].hex()}"
             )
-        pairs = sum(map(len, self._blocks.values()))
+        pairs = sum(held.count for held in self._held.values())
         if pairs != self._pairs or pairs > self.max_pairs:
             raise IndexCheckError(
                 f"{pairs} pairs are held, {self._pairs} counted, {self.max_pairs} allowed"
@@ -328,26 +343,35 @@ class PrefixIndex:
             partings.remove(min(partings, key=lambda parting: abs(parting - depth)))
         self._keep(first, sorted([*partings, depth], reverse=True))
 
-    def _clear(self, blocks: Iterable[bytes], slot: int) -> None:
-        """Take `slot`, which holds each of `blocks`, out of their masks."""
+    def _blocks(self, slot: int) -> list[bytes]:
+        """All blocks of `slot` in the order of their storing. Not to be changed."""
+        held = self._held.get(slot)
+        return [] if held is None else held.blocks()
+
+    def _clear(self, blocks: Iterable[bytes], slot: int) -> list[bytes]:
+        """Take `slot` out of the masks of `blocks`; returns those that it does not hold."""
         shards, bit = self._shards, 1 << slot
+        unknown: list[bytes] = []
         for block in blocks:
             shard = shards[block[0]]
-            mask = shard.pop(block)
+            mask = shard.pop(block, 0)
             if mask != bit:
-                shard[block] = mask ^ bit
+                if mask & bit:
+                    shard[block] = mask ^ bit
+                else:
+                    unknown.append(block)
+                    if mask:
+                        shard[block] = mask
+        return unknown
 
     def _shrink(self) -> None:
         """Drop down to `max_pairs`: the latest stored of the slot that has most, down to its
         even share at most."""
-        share = self.max_pairs // len(self._blocks)
+        share = self.max_pairs // len(self._held)
         while self._pairs > self.max_pairs:
-            slot = max(self._blocks, key=lambda each: len(self._blocks[each]))
-            held = self._blocks[slot]
-            excess = min(self._pairs - self.max_pairs, len(held) - share)
-            latest = list(islice(reversed(held), excess))
-            for block in latest:
-                del held[block]
-            self._clear(latest, slot)
+            slot = max(self._held, key=lambda each: self._held[each].count)
+            held = self._held[slot]
+            excess = min(self._pairs - self.max_pairs, held.count - share)
+            self._clear(held.drop_latest(excess), slot)
             self._pairs -= excess
             self._dropped[slot] = self._dropped.get(slot, 0) + excess

@@ -84,6 +84,19 @@ def test_slots_outside_the_mask_are_not_reported():
     assert index.depths(A, 0, 8).tolist() == [0] * 8
 
 
+def test_a_block_that_is_named_twice_is_evicted_once():
+    index = PrefixIndex()
+    index.store(0, [*A, *A])
+    index.store(0, A)
+    assert (index.count(0), index.pairs) == (10, 10)
+    index.evict(0, [A[9], A[9], A[8], b"unknown"])
+    assert (index.count(0), index.pairs) == (8, 8)
+    index.check()
+    index.store(0, A)
+    assert index.depths(A, 1, 1).tolist() == [10]
+    index.check()
+
+
 def test_many_slots_of_one_depth_and_an_empty_chain():
     index = PrefixIndex()
     for slot in range(100):
