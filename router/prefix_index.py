@@ -83,8 +83,9 @@ class PrefixIndex:
         held = self._held.get(slot)
         if held is None:
             held = self._held[slot] = HeldBlocks()
-        shards, append = self._shards, held.log.append
-        before_blocks = len(held.log)
+        shards = self._shards
+        new: list[bytes] = []
+        append = new.append
         bit = 1 << slot  # this one object serves all of these blocks that nobody else holds
         seen = seen_with_bit = 0
         for block in hashes:
@@ -100,16 +101,15 @@ class PrefixIndex:
                 seen, seen_with_bit = before, before | bit
                 shard[block] = seen_with_bit
             append(block)
-        stored = len(held.log) - before_blocks
-        held.count += stored
-        self._pairs += stored
+        held.store(new)
+        self._pairs += len(new)
         if self._pairs > self.max_pairs:
             self._shrink()
 
     def evict(self, slot: int, hashes: Collection[bytes]) -> None:
         """The worker in `slot` does not hold `hashes` any more; unknown ones are no error."""
         unknown = self._clear(hashes, slot)
-        known = hashes if not unknown else (Counter(hashes) - Counter(unknown)).keys()
+        known = (Counter(hashes) - Counter(unknown)).keys() if unknown else hashes
         held = self._held.get(slot)
         if held is not None:
             held.evict(known)
@@ -343,10 +343,10 @@ class PrefixIndex:
             partings.remove(min(partings, key=lambda parting: abs(parting - depth)))
         self._keep(first, sorted([*partings, depth], reverse=True))
 
-    def _blocks(self, slot: int) -> list[bytes]:
-        """All blocks of `slot` in the order of their storing. Not to be changed."""
+    def _blocks(self, slot: int) -> tuple[bytes, ...]:
+        """All blocks of `slot` in the order of their storing."""
         held = self._held.get(slot)
-        return [] if held is None else held.blocks()
+        return () if held is None else held.blocks()
 
     def _clear(self, blocks: Iterable[bytes], slot: int) -> list[bytes]:
         """Take `slot` out of the masks of `blocks`; returns those that it does not hold."""
