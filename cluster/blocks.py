@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 import msgspec
@@ -113,7 +113,7 @@ def hash_blocks(root: bytes, packed: bytes, block_size: int) -> list[bytes]:
     return hashes
 
 
-def join_hashes(hashes: Sequence[bytes]) -> bytes:
+def join_hashes(hashes: Iterable[bytes]) -> bytes:
     """Hashes as one byte string, 16 bytes each: their form in messages."""
     return b"".join(hashes)
 

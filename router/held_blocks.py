@@ -2,77 +2,104 @@
 
 Who holds a block is asked of the index's masks; this is only for what concerns a whole worker:
 forgetting it, comparing it with a snapshot, dropping its latest blocks. So a change costs next to
-nothing here: stored blocks are kept and evicted ones noted as they come, in runs, and once there
-are many evicted ones the runs are gone through, as they are before anybody reads them.
+nothing here: hashes are joined to runs, stored ones and evicted ones, and once there are many
+evicted ones they are taken out of the stored ones at once.
 
-    runs       (a b) (c d) (e) (a f)      a was evicted when there were 2 runs, c when there were 3
-                x     x         │
-                                └─ stored again after its eviction
+    stored    a b c d e a f     a was evicted when 4 blocks were stored, c when 5 were
+              x   x     │
+                        └─ stored again after its eviction
 
-Runs are tuples: the garbage collector looks into one of bytes once, into a list every time.
+Runs of joined hashes are 16 bytes a block, and the garbage collector need not look into them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
+import numpy as np
+
+from cluster.blocks import HASH_BYTES, join_hashes, split_hashes
+
 MIN_GONE = 256
-"""Runs are not gone through for fewer evicted blocks than these, or than half of those held."""
+MAX_GONE = 8192
+"""Evicted blocks are taken out once there are more of them than a quarter of those held, but than
+these at least and these at most: some milliseconds of work."""
+
+MARKS = 1 << 16
+"""Places in which evicted blocks are marked, by the end of their hash: most others are told from
+them by that alone."""
 
 
 class HeldBlocks:
     """count   blocks that are held"""
 
-    __slots__ = ("_gone", "_gone_blocks", "_runs", "count")
+    __slots__ = ("_gone", "_gone_blocks", "_runs", "_stored", "count")
 
     def __init__(self) -> None:
         self.count = 0
-        self._runs: list[tuple[bytes, ...]] = []
-        self._gone: list[tuple[int, tuple[bytes, ...]]] = []
+        self._runs: list[bytes] = []
+        self._stored = 0  # blocks in the runs
+        self._gone: list[tuple[int, bytes]] = []  # evicted when so many were stored
         self._gone_blocks = 0
 
     def store(self, blocks: Collection[bytes]) -> None:
         """These are held from now on; none of them was."""
         if blocks:
             self.count += len(blocks)
-            self._runs.append(tuple(blocks))
+            self._stored += len(blocks)
+            self._runs.append(_join(blocks))
 
     def evict(self, blocks: Collection[bytes]) -> None:
         """These are not held any more; each of them was."""
         if blocks:
             self.count -= len(blocks)
-            self._gone.append((len(self._runs), tuple(blocks)))
+            self._gone.append((self._stored, _join(blocks)))
             self._gone_blocks += len(blocks)
-            if self._gone_blocks > max(MIN_GONE, self.count >> 1):
-                self.blocks()
+            if self._gone_blocks > min(MAX_GONE, max(MIN_GONE, self.count >> 2)):
+                self._take_out()
 
-    def blocks(self) -> tuple[bytes, ...]:
+    def blocks(self) -> list[bytes]:
         """All that are held, in the order of their storing."""
+        return split_hashes(self._take_out())
+
+    def drop_latest(self, count: int) -> list[bytes]:
+        """Forget the `count` blocks that were stored last; returns them."""
+        runs = self._take_out()
+        self.count -= count
+        self._stored -= count
+        self._runs = [runs[: HASH_BYTES * self.count]]
+        return split_hashes(runs[HASH_BYTES * self.count :])
+
+    def _take_out(self) -> bytes:
+        """Take the evicted ones out; returns all that are held as one run."""
+        runs = b"".join(self._runs)
         if self._gone:
             evicted_at: dict[bytes, int] = {}
-            for place, blocks in self._gone:
-                evicted_at.update(dict.fromkeys(blocks, place))
+            for place, joined in self._gone:
+                evicted_at.update(dict.fromkeys(split_hashes(joined), place))
+            # equal ends are not equal hashes: the marks only tell where to look
+            ends = np.frombuffer(runs, dtype=np.uint16)[HASH_BYTES // 2 - 1 :: HASH_BYTES // 2]
+            gone = np.frombuffer(b"".join(evicted_at), dtype=np.uint16)
+            marks = np.zeros(MARKS, dtype=np.bool_)
+            marks[gone[HASH_BYTES // 2 - 1 :: HASH_BYTES // 2]] = True
             latest = evicted_at.get
-            self._runs = [
-                tuple(
-                    [
-                        b
-                        for place, run in enumerate(self._runs)
-                        for b in run
-                        if latest(b, 0) <= place
-                    ]
-                )
+            out = [
+                place
+                for place in marks[ends].nonzero()[0].tolist()
+                if latest(runs[HASH_BYTES * place : HASH_BYTES * (place + 1)], 0) > place
             ]
+            kept = np.ones(self._stored, dtype=np.bool_)
+            kept[out] = False
+            runs = np.frombuffer(runs, dtype=f"V{HASH_BYTES}")[kept].tobytes()
             self._gone.clear()
             self._gone_blocks = 0
-        elif len(self._runs) > 1:
-            self._runs = [tuple([block for run in self._runs for block in run])]
-        return self._runs[0] if self._runs else ()
+            self._stored = self.count
+        self._runs = [runs]
+        return runs
 
-    def drop_latest(self, count: int) -> tuple[bytes, ...]:
-        """Forget the `count` blocks that were stored last; returns them."""
-        blocks = self.blocks()
-        place = len(blocks) - count
-        self._runs = [blocks[:place]]
-        self.count -= count
-        return blocks[place:]
+
+def _join(blocks: Collection[bytes]) -> bytes:
+    joined = join_hashes(blocks)
+    if len(joined) != HASH_BYTES * len(blocks):
+        raise ValueError(f"block hashes must have {HASH_BYTES} bytes each")
+    return joined

@@ -343,10 +343,10 @@ class PrefixIndex:
             partings.remove(min(partings, key=lambda parting: abs(parting - depth)))
         self._keep(first, sorted([*partings, depth], reverse=True))
 
-    def _blocks(self, slot: int) -> tuple[bytes, ...]:
+    def _blocks(self, slot: int) -> list[bytes]:
         """All blocks of `slot` in the order of their storing."""
         held = self._held.get(slot)
-        return () if held is None else held.blocks()
+        return [] if held is None else held.blocks()
 
     def _clear(self, blocks: Iterable[bytes], slot: int) -> list[bytes]:
         """Take `slot` out of the masks of `blocks`; returns those that it does not hold."""
