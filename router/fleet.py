@@ -23,6 +23,7 @@ from router.groups import group_of
 from router.member import Booking, Member, ModelGroup, booked_of, idle_load, row_of
 from router.policies import Candidates
 from router.prefix_index import MAX_PAIRS, PrefixIndex
+from router.suspects import Suspects
 
 CLAIM_LIFE_S = 60.0
 """Blocks of a routed request count as coming for so long at most; its end is sooner, mostly."""
@@ -60,12 +61,11 @@ class Fleet:
         self.on_room: Callable[[], None] = _ignore
         self.last_report_at: float | None = None
         self._clock = clock
-        self._suspect_s = suspect_s
         self._members: dict[str, Member] = {}
         self._by_slot: list[Member | None] = []
         self._table = LoadTable()
         self._groups: dict[str, ModelGroup] = {}
-        self._suspects: set[Member] = set()
+        self._suspects = Suspects(suspect_s)
         self._bookings: dict[int, Booking] = {}
         self._serial = 0
 
@@ -127,7 +127,7 @@ class Fleet:
         self._refresh(member)
         self._refresh_speeds(member)
         if report.state != member.state or member.suspect_until:
-            self._trust(member)
+            self._suspects.trust(member)
             self._set_state(member, report.state)
             self._regroup(member.card.model)
             self.listener()
@@ -147,7 +147,7 @@ class Fleet:
         self.index.drop(slot)
         self.cold.drop(slot)
         self.coming.drop(slot)
-        self._suspects.discard(member)
+        self._suspects.trust(member)
         self._by_slot[slot] = None
         self._table.clear(slot)
         member.slot = -1
@@ -256,10 +256,13 @@ class Fleet:
         booking = Booking(self._serial, member, request_id, prompt_tokens, hit_tokens)
         booking.claim = self.coming.claim(slot, chain, self._clock())
         self._bookings[booking.serial] = booking
-        member.unnamed[request_id] = booking
+        if member.unnamed.setdefault(request_id, booking) is booking:
+            self._table.add_booking(slot, booking.new_tokens, booking.new_pairs, booking.new_blocks)
+        else:  # another request with the same id: the later counts
+            member.unnamed[request_id] = booking
+            self._table.put(slot, booked_of(member))
         member.routed += 1
         self.requests_total += 1
-        self._table.add_booking(slot, booking.new_tokens, booking.new_pairs, booking.new_blocks)
         return booking
 
     def release(self, booking: Booking) -> None:
@@ -271,22 +274,20 @@ class Fleet:
         member = booking.member
         if member.unnamed.get(booking.request_id) is booking:
             del member.unnamed[booking.request_id]
-            self._refresh_booked(member)
+            if member.slot >= 0:
+                self._table.put(member.slot, booked_of(member))
         self.on_room()
 
     def suspect(self, worker: str) -> None:
         """A worker refused a connection: leave it out until its next report."""
         member = self._members.get(worker)
         if member is not None:
-            member.suspect_until = self._clock() + self._suspect_s
-            self._suspects.add(member)
+            self._suspects.add(member, self._clock())
             self._regroup(member.card.model)
 
     def next_return_s(self) -> float | None:
         """Seconds until a worker that refused a connection is tried again; None where none is."""
-        if not self._suspects:
-            return None
-        return max(0.0, min(m.suspect_until for m in self._suspects) - self._clock())
+        return self._suspects.next_return_s(self._clock())
 
     @property
     def in_flight(self) -> int:
@@ -359,7 +360,7 @@ class Fleet:
         self.coming.drop(member.slot)
         member.load = idle_load(card)
         self._refresh_speeds(member)
-        self._trust(member)
+        self._suspects.trust(member)
         if card.address != member.card.address:
             # another process: it never got what was sent to the old one
             member.unnamed.clear()
@@ -371,26 +372,16 @@ class Fleet:
         self._serial += 1
         member.ready_serial = self._serial if state == "ready" else 0
 
-    def _trust(self, member: Member) -> None:
-        member.suspect_until = 0.0
-        self._suspects.discard(member)
-
     def _expire(self) -> None:
         now = self._clock()
         self.coming.expire(now)
-        if not self._suspects:
-            return
-        for member in [m for m in self._suspects if m.suspect_until <= now]:
-            self._trust(member)
+        for member in self._suspects.due(now):
+            self._suspects.trust(member)
             self._regroup(member.card.model)
 
     def _refresh(self, member: Member) -> None:
         if member.slot >= 0:
             self._table.put(member.slot, row_of(member))
-
-    def _refresh_booked(self, member: Member) -> None:
-        if member.slot >= 0:
-            self._table.put(member.slot, booked_of(member))
 
     def _refresh_speeds(self, member: Member) -> None:
         load = member.load

@@ -118,6 +118,19 @@ def test_load_is_the_last_report_plus_own_requests_that_no_report_has_named(flee
     assert fleet.requests_total == 2
 
 
+def test_two_requests_with_one_id_count_as_the_later(fleet):
+    fleet.on_card(card("a"))
+    first = fleet.book(slot_of(fleet, "a"), "r", CHAIN, PROMPT, hit_tokens=0)
+    second = fleet.book(slot_of(fleet, "a"), "r", CHAIN, PROMPT, hit_tokens=36)
+    assert ask(fleet).batch.tolist() == [1]
+    fleet.check()
+    fleet.release(first)
+    fleet.check()
+    fleet.release(second)
+    assert ask(fleet).batch.tolist() == [0]
+    fleet.check()
+
+
 def test_measured_speeds_and_pairs_reach_the_candidates(fleet):
     fleet.on_card(card("a"))
     fleet.on_card(card("b"))
