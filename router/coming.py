@@ -27,6 +27,10 @@ MAX_BLOCKS = 4_000_000
 """Different claimed blocks at most; a claim that would exceed it does not count."""
 
 
+NOBODY = (-1, 0)
+"""A group of no slots, after the last one."""
+
+
 class ComingCheckError(AssertionError):
     """The tree contradicts its claims. Its text says where."""
 
@@ -165,21 +169,25 @@ class ComingBlocks:
         `groups` says what `found` does, as (depth, slots) with the deepest first. Only slots of
         the mask `slots` are looked at. With a `limit`, nothing is raised above it.
         """
-        most = beyond = held = place = 0
-        for shared, node in reversed(self._walk(chain)):
+        most = beyond = held = 0
+        holding = iter(groups)
+        end, those = next(holding, NOBODY)
+        for depth, node in reversed(self._walk(chain)):
             coming = node.mask & slots
             if coming == beyond:  # whoever comes here goes on
                 continue
-            depth = shared if limit is None or shared < limit else limit
-            while place < len(groups) and groups[place][0] >= depth:
-                held |= groups[place][1]
-                place += 1
+            if limit is not None and depth > limit:
+                depth = limit
+            while end >= depth:
+                held |= those
+                end, those = next(holding, NOBODY)
+            if held == slots:
+                break
             raised = (coming ^ beyond) & ~held
             beyond = coming
-            if not raised:
-                continue
-            most = most or depth
-            write(found, raised, depth * unit)
+            if raised:
+                most = most or depth
+                write(found, raised, depth * unit)
         return most
 
     def check(self) -> None:
@@ -218,13 +226,17 @@ class ComingBlocks:
             return self._path
         path: list[tuple[int, _Node]] = []
         place, length = 0, len(chain)
-        node: _Node | None = self._root.children.get(chain[0]) if chain else None
-        while node is not None:
-            end = node.end
-            whole = end <= length and node.last == chain[end - 1]
-            place = end if whole else node.shared(chain)
+        children = self._root.children
+        while place < length:
+            node = children.get(chain[place])
+            if node is None:
+                break
+            place = node.end
+            if place > length or node.last != chain[place - 1]:
+                path.append((node.shared(chain), node))
+                break
             path.append((place, node))
-            node = node.children.get(chain[place]) if place == end < length else None
+            children = node.children
         self._walked, self._path = chain, path
         return path
 

@@ -71,19 +71,20 @@ class Dispatcher:
             or group.reference.namespace != prompt.namespace  # hashed for workers now replaced
         ):
             return None
-        candidates = fleet.candidates_of(group, prompt.chain, prompt.tokens, excluded)
+        chain, tokens = prompt.chain, prompt.tokens
+        candidates = fleet.candidates_of(group, chain, tokens, excluded)
         if candidates is None:
             return None
         candidates = self._with_room(candidates)
         decision = policy.choose(candidates, self._rng)
         slot = candidates.slots.item(decision.chosen)
         hit_tokens = candidates.hit_tokens.item(decision.chosen)
-        booking = fleet.book(slot, request_id, prompt.chain, prompt.tokens, hit_tokens)
+        booking = fleet.book(slot, request_id, chain, tokens, hit_tokens)
         card = booking.member.card
         reason = reason_of(candidates, decision.chosen)
         self._metrics.decisions.note(policy.name, reason, time.perf_counter() - began)
         if self.shadows.arms and not excluded:  # a second attempt is the same request
-            self.shadows.observe(fleet, request_id, prompt.chain, candidates, decision.chosen)
+            self.shadows.observe(fleet, request_id, chain, candidates, decision.chosen)
         return Placement(
             card.worker, card.address, policy.name, hit_tokens, booking, candidates, decision
         )

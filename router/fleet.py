@@ -57,8 +57,8 @@ class Fleet:
         self.cold = ColdIndex(max_pairs)
         self.coming = ComingBlocks(claim_life_s)
         self.requests_total = 0
-        self.listener: Callable[[], None] = _ignore
-        self.on_room: Callable[[], None] = _ignore
+        self.listener: Callable[[], None] = lambda: None
+        self.on_room: Callable[[], None] = lambda: None
         self.last_report_at: float | None = None
         self._clock = clock
         self._members: dict[str, Member] = {}
@@ -397,7 +397,3 @@ class Fleet:
             return
         former = self._groups[model].reference if model in self._groups else None
         self._groups[model] = group_of(members, former, self._table)
-
-
-def _ignore() -> None:
-    return None

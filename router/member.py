@@ -38,7 +38,8 @@ class Booking:
         self.serial = serial
         self.member = member
         self.request_id = request_id
-        self.new_tokens = max(1, prompt_tokens - hit_tokens)
+        new_tokens = prompt_tokens - hit_tokens
+        self.new_tokens = new_tokens if new_tokens > 0 else 1
         self.new_pairs = prefill_pairs(prompt_tokens - self.new_tokens, prompt_tokens)
         self.new_blocks = -(-self.new_tokens // member.card.namespace.block_size)
         self.claim: Claim | None = None

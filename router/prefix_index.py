@@ -278,25 +278,30 @@ class PrefixIndex:
         for parting in partings:
             if parting > high:
                 continue
-            if parting < low:
-                break
             if parting > low:
                 block = chain[parting - 1]
                 reach = shards[block[0]].get(block, 0) & rest
-            else:
+                if not reach:
+                    high = parting - 1
+                    continue
+            elif parting == low:
                 reach = rest  # all of them hold what lies before `low`
-            if reach:
-                beyond = 0
-                if parting < high:
-                    block = chain[parting]
-                    beyond = shards[block[0]].get(block, 0) & reach
+            else:
+                break
+            if parting < high:
+                block = chain[parting]
+                beyond = shards[block[0]].get(block, 0) & reach
                 if beyond:
                     ranges.append((parting + 1, high, beyond))
-                if beyond != reach:
-                    done.append((parting, reach ^ beyond))
-                rest ^= reach
-                if not rest:
-                    return ranges
+                    if beyond != reach:
+                        done.append((parting, reach ^ beyond))
+                else:
+                    done.append((parting, reach))
+            else:
+                done.append((parting, reach))
+            if reach == rest:
+                return ranges
+            rest ^= reach
             high = parting - 1  # whoever is left does not hold it
         ranges.append((low, high, rest))
         return ranges
