@@ -59,6 +59,16 @@ def test_the_longest_claim_of_a_worker_counts_and_what_ends_leaves_the_others():
     assert not coming._root.children
 
 
+def test_a_look_up_is_forgotten_when_a_claim_ends():
+    coming = ComingBlocks(10.0)
+    first = coming.claim(0, A, now=0.0)
+    assert depths(coming, B)[:2] == [3, 0]
+    coming.end(first)
+    coming.claim(1, B, now=0.0)
+    assert depths(coming, B)[:2] == [0, 6]
+    assert depths(coming, A)[:2] == [0, 3]
+
+
 def test_many_workers_at_once():
     coming = ComingBlocks(10.0)
     claims = [coming.claim(slot, A if slot % 2 else B, now=0.0) for slot in range(100)]
@@ -114,6 +124,7 @@ slots = st.sampled_from([0, 1, 70])
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("claim"), slots, chains),
+        st.tuples(st.just("look, claim"), slots, chains),
         st.tuples(st.just("end"), st.integers(0, 20), st.none()),
         st.tuples(st.just("drop"), slots, st.none()),
     ),
@@ -133,7 +144,11 @@ def common(one, other):
 def test_depths_are_the_longest_prefixes_of_requests_in_flight(script, queries):
     coming, live = ComingBlocks(10.0), []
     for action, number, chain in script:
-        if action == "claim":
+        if "look" in action:  # as a decision does; and once too often before another's claim
+            depths(coming, chain)
+            if number:
+                live.append((0, chain[:-1], coming.claim(0, chain[:-1], now=0.0)))
+        if "claim" in action:
             live.append((number, chain, coming.claim(number, chain, now=0.0)))
         elif action == "end" and live:
             coming.end(live.pop(number % len(live))[2])
