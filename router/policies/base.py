@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from math import floor, inf
+from math import floor
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,9 +16,6 @@ FloatArray = NDArray[np.float64]
 CostArray = FloatArray | IntArray
 BoolArray = NDArray[np.bool_]
 
-
-HIDDEN = 2**63 - 1
-"""In place of the least cost while the second least is looked for."""
 
 MANY_NEAR = 16
 """Entries whose loads are compared at once; fewer are compared one by one."""
@@ -132,23 +129,18 @@ class NoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def least(costs: CostArray, candidates: Candidates, tie: float, rng: random.Random) -> int:
-    """The entry of least cost, by the tie rule. `costs` are as before when it returns.
+    """The entry of least cost, by the tie rule.
 
     Entries within the share `tie` of the least cost are as good; of those the smallest batch
     wins, then the fewest pending tokens, then chance: never "the first", which would be the
     same worker each time.
     """
-    first = costs.argmin().item()
-    lowest = costs.item(first)
+    lowest = costs.item(costs.argmin())
     most = lowest + tie * abs(lowest)
-    # mostly nobody else is near: the second least tells, for less than comparing all
-    costs[first] = HIDDEN if isinstance(lowest, int) else inf
-    second = costs.item(costs.argmin())
-    costs[first] = lowest
-    if second > most:
-        return first
     # whole numbers are compared with a whole one: numpy would copy them as floats first
     near = (costs <= (floor(most) if isinstance(lowest, int) else most)).nonzero()[0]
+    if len(near) == 1:
+        return near.item()
     if len(near) > MANY_NEAR:
         for load in (candidates.batch, candidates.pending_tokens):
             loads = load[near]
