@@ -12,6 +12,7 @@ from router.fleet import Fleet
 from router.member import Booking
 from router.metrics import Metrics
 from router.policies import Candidates, Decision, Policy, with_room
+from router.policies.base import BoolArray
 from router.shadow import Shadows
 from router.tokenization import Prompt
 
@@ -75,7 +76,9 @@ class Dispatcher:
         candidates = fleet.candidates_of(group, chain, tokens, excluded)
         if candidates is None:
             return None
-        candidates = self._with_room(candidates)
+        room = with_room(candidates)
+        if room is not None:
+            candidates = self._narrowed(candidates, room)
         decision = policy.choose(candidates, self._rng)
         slot = candidates.slots.item(decision.chosen)
         hit_tokens = candidates.hit_tokens.item(decision.chosen)
@@ -103,8 +106,9 @@ class Dispatcher:
         )
 
     def _if_room(self, candidates: Candidates) -> Candidates | None:
+        room = with_room(candidates)
         try:
-            return self._with_room(candidates)
+            return candidates if room is None else self._narrowed(candidates, room)
         except NoRoom:
             return None
 
@@ -117,11 +121,8 @@ class Dispatcher:
             and group.reference.namespace != prompt.namespace
         )
 
-    def _with_room(self, candidates: Candidates) -> Candidates:
-        """Those that are not full. Raises NoRoom where all are."""
-        room = with_room(candidates)
-        if room is None:
-            return candidates
+    def _narrowed(self, candidates: Candidates, room: BoolArray) -> Candidates:
+        """Those that are not full, as `room` (`[n]`) says. Raises NoRoom where all are."""
         if not room.any() and not self.holds_back:
             room = (candidates.free_blocks > 0) | (candidates.batch == 0)
         if not room.any():

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from cluster.blocks import split_hashes
 from cluster.protocol import ColdReport, Load, Report, WorkerCard, WorkerState
+from router.bitmask import Spread
 from router.cold_index import ColdIndex
 from router.columns import ROWS, LoadTable
 from router.coming import ComingBlocks
@@ -64,6 +65,7 @@ class Fleet:
         self._members: dict[str, Member] = {}
         self._by_slot: list[Member | None] = []
         self._table = LoadTable()
+        self._spread = Spread()
         self._groups: dict[str, ModelGroup] = {}
         self._suspects = Suspects(suspect_s)
         self._bookings: dict[int, Booking] = {}
@@ -231,7 +233,7 @@ class Fleet:
     ) -> tuple[NDArray[np.int64], int]:
         """`device_depths`, where a block counts as `unit`, and the most blocks of any slot."""
         groups = self.index.ends(chain, mask, limit)
-        depths = self.index.spread(groups, self._table.size, unit)
+        depths = self._spread.array(groups, self._table.size, unit)
         most = self.coming.raise_depths(depths, groups, chain, mask, limit, unit)
         return depths, max(most, groups[0][0]) if groups else most
 
@@ -322,11 +324,9 @@ class Fleet:
         for name, member in self._members.items():
             if self._by_slot[member.slot] is not member:
                 raise FleetCheckError(f"slot {member.slot} is not {name}'s")
-            row = self._table.row(member.slot)
-            if row != row_of(member):
-                raise FleetCheckError(
-                    f"{name}: row {row}, but report and bookings {row_of(member)}"
-                )
+            row, wanted = self._table.row(member.slot), row_of(member)
+            if row != wanted:
+                raise FleetCheckError(f"{name}: row {row}, but report and bookings {wanted}")
             speeds, load = self._table.speeds[:, member.slot].tolist(), member.load
             if speeds != [load.prefill_s_per_token, load.prefill_s_per_pair]:
                 raise FleetCheckError(f"{name}: speeds {speeds}, but its report says {load}")

@@ -190,7 +190,7 @@ class PrefixIndex:
         closed the search may end at a boundary behind a hole; it never claims more than the
         deepest block that is held.
         """
-        return self.spread(self.ends(chain, slots, limit), size, unit)
+        return self._spread.array(self.ends(chain, slots, limit), size, unit)
 
     def ends(
         self, chain: Sequence[bytes], slots: int, limit: int | None = None
@@ -216,10 +216,6 @@ class PrefixIndex:
         if done and not done[-1][0]:
             done.pop()
         return done
-
-    def spread(self, ends: list[tuple[int, int]], size: int, unit: int = 1) -> NDArray[np.int64]:
-        """`ends` as the array that `depths` gives."""
-        return self._spread.array(ends, size, unit)
 
     def _search(
         self, chain: Sequence[bytes], low: int, high: int, mask: int, done: list[tuple[int, int]]
