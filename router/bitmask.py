@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,22 +10,28 @@ from numpy.typing import NDArray
 FEW = 24
 """Slots that are written one by one; more are written at once."""
 
+VERY_FEW = 4
+"""Slots at one depth that are written into the copy of a kept array; more are part of it."""
+
 MAX_BASES = 256
 """Arrays that a `Spread` keeps."""
-
-
-def slots_of(mask: int) -> Iterator[int]:
-    """The slots of a mask, lowest first."""
-    while mask:
-        low_bit = mask & -mask
-        yield low_bit.bit_length() - 1
-        mask ^= low_bit
 
 
 def truth_of(mask: int, size: int) -> NDArray[np.bool_]:
     """`[size]`: which slots are in the mask. Slots from `size` on must not be."""
     packed = np.frombuffer(mask.to_bytes((size + 7) // 8, "little"), dtype=np.uint8)
     return np.unpackbits(packed, count=size, bitorder="little").view(np.bool_)
+
+
+def write(found: NDArray[np.int64], mask: int, value: int) -> None:
+    """Set `found` (`[size]`) to `value` at the slots of the mask."""
+    if mask.bit_count() > FEW:
+        found[truth_of(mask, len(found))] = value
+        return
+    while mask:
+        slot = mask.bit_length() - 1  # from above: the number gets shorter with each
+        found[slot] = value
+        mask ^= 1 << slot
 
 
 class Spread:
@@ -38,29 +44,26 @@ class Spread:
     def __init__(self) -> None:
         self._bases: dict[tuple[int, ...], NDArray[np.int64]] = {}
 
-    def array(self, groups: list[tuple[int, int]], size: int, unit: int) -> NDArray[np.int64]:
+    def array(self, groups: Sequence[tuple[int, int]], size: int, unit: int) -> NDArray[np.int64]:
         """`[size]`: the depth of each slot, times `unit`, of `groups` as (depth, mask) without
-        common slots.
+        common slots, the deepest first.
 
-        Slots in no group get 0. Sorts `groups`.
+        Slots in no group get 0.
         """
-        groups.sort(reverse=True)
         few: list[tuple[int, int]] = []
-        key: tuple[int, ...] = (size,)
+        key = [size]
         reach = 0
         for depth, mask in groups:
             reach |= mask
-            if mask.bit_count() <= FEW:
+            if mask.bit_count() <= VERY_FEW:
                 few.append((depth * unit, mask))
             else:
                 key += depth * unit, reach
-        base = self._bases.get(key)
-        found = (self._base(key) if base is None else base).copy()
+        levels = tuple(key)
+        base = self._bases.get(levels)
+        found = (self._base(levels) if base is None else base).copy()
         for value, mask in few:
-            while mask:
-                low_bit = mask & -mask
-                found[low_bit.bit_length() - 1] = value
-                mask ^= low_bit
+            write(found, mask, value)
         return found
 
     def _base(self, key: tuple[int, ...]) -> NDArray[np.int64]:

@@ -16,22 +16,19 @@ and a look-up each cost a few steps a branching instead of one a block.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from router.bitmask import FEW, slots_of, truth_of
+from router.bitmask import write
 
 MAX_BLOCKS = 4_000_000
 """Different claimed blocks at most; a claim that would exceed it does not count."""
 
-VERY_FEW = 4
-"""Slots that are looked at without asking first who holds the block: that costs as much."""
 
-
-def _nobody(block: bytes) -> int:
-    return 0
+NOBODY = (-1, 0)
+"""A group of no slots, after the last one."""
 
 
 class ComingCheckError(AssertionError):
@@ -41,16 +38,18 @@ class ComingCheckError(AssertionError):
 class _Node:
     """An edge of the tree and what hangs below it: the blocks `chain[start:end]`.
 
+    last     the latest of them
     counts   slot -> claims of it that pass through or end here; `mask` has its slots' bits
     ends     claims that end exactly here
     """
 
-    __slots__ = ("chain", "children", "counts", "end", "ends", "mask", "parent", "start")
+    __slots__ = ("chain", "children", "counts", "end", "ends", "last", "mask", "parent", "start")
 
     def __init__(self, chain: Sequence[bytes], start: int, end: int, parent: _Node | None) -> None:
         self.chain = chain
         self.start = start
         self.end = end
+        self.last = chain[end - 1] if end else b""
         self.parent = parent
         self.children: dict[bytes, _Node] = {}
         self.counts: dict[int, int] = {}
@@ -91,9 +90,11 @@ class ComingBlocks:
         self._life_s = life_s
         self._max_blocks = max_blocks
         self._root = _Node((), 0, 0, None)
-        self._claims: dict[int, dict[Claim, None]] = {}
         self._deadlines: deque[Claim] = deque()
         self._blocks = 0
+        # the latest look-up, good until the tree changes: a claim of its chain mostly follows
+        self._walked: Sequence[bytes] | None = None
+        self._path: list[tuple[int, _Node]] = []
 
     def __len__(self) -> int:
         """Different blocks that are claimed."""
@@ -104,7 +105,6 @@ class ComingBlocks:
         claim = Claim(slot, chain, now + self._life_s)
         if chain and self._blocks + len(chain) <= self._max_blocks:
             self._deadlines.append(claim)
-            self._claims.setdefault(slot, {})[claim] = None
             claim.node = self._insert(slot, chain)
             claim.node.ends += 1
         return claim
@@ -115,10 +115,7 @@ class ComingBlocks:
         if node is None:
             return
         claim.node, claim.chain = None, ()
-        claims = self._claims[slot]
-        del claims[claim]
-        if not claims:
-            del self._claims[slot]
+        self._walked = None
         node.ends -= 1
         lowest, step = node, node
         while step.parent is not None:
@@ -144,14 +141,14 @@ class ComingBlocks:
 
     def drop(self, slot: int) -> None:
         """Forget all claims of `slot`."""
-        for claim in list(self._claims.get(slot, ())):
+        for claim in [each for each in self._deadlines if each.slot == slot]:
             self.end(claim)
 
     def depth(self, slot: int, chain: Sequence[bytes]) -> int:
         """Leading blocks of `chain` that are coming to `slot`."""
         depth = 0
-        for shared, mask in self._walk(chain):
-            if not mask >> slot & 1:
+        for shared, node in self._walk(chain):
+            if not node.mask >> slot & 1:
                 break
             depth = shared
         return depth
@@ -159,53 +156,51 @@ class ComingBlocks:
     def raise_depths(
         self,
         found: NDArray[np.int64],
+        groups: Sequence[tuple[int, int]],
         chain: Sequence[bytes],
         slots: int,
-        held: Callable[[bytes], int] = _nobody,
         limit: int | None = None,
         unit: int = 1,
-    ) -> None:
+    ) -> int:
         """Raise `found` (`[size]`, leading blocks of `chain` that a slot holds, where a block
-        counts as `unit`) to what is coming as well.
+        counts as `unit`) to what is coming as well; returns the most blocks that a slot was
+        raised to, 0 where none was.
 
-        Only slots of the mask `slots` are looked at. Where many are coming, `held` may name those
-        of whom `found` says already that they hold all of the chain up to a block: most, as a
-        rule.
-        With a `limit`, nothing is raised above it.
+        `groups` says what `found` does, as (depth, slots) with the deepest first. Only slots of
+        the mask `slots` are looked at. With a `limit`, nothing is raised above it.
         """
-        levels: list[tuple[int, int]] = []
-        for depth, mask in self._walk(chain):
-            here = mask & slots
-            if not here:
+        most = beyond = held = 0
+        holding = iter(groups)
+        end, those = next(holding, NOBODY)
+        for depth, node in reversed(self._walk(chain)):
+            coming = node.mask & slots
+            if coming == beyond:  # whoever comes here goes on
+                continue
+            if limit is not None and depth > limit:
+                depth = limit
+            while end >= depth:
+                held |= those
+                end, those = next(holding, NOBODY)
+            if held == slots:
                 break
-            if limit is not None and depth >= limit:
-                levels.append((limit, here))
-                break
-            levels.append((depth, here))
-        deeper = 0
-        for depth, mask in reversed(levels):
-            only_here = mask ^ deeper  # whoever is deeper has passed through here
-            deeper = mask
-            value = depth * unit
-            if only_here.bit_count() > VERY_FEW:
-                only_here &= ~held(chain[depth - 1])
-            if only_here.bit_count() <= FEW:
-                for slot in slots_of(only_here):
-                    if found.item(slot) < value:
-                        found[slot] = value
-            else:
-                np.maximum(found, value, out=found, where=truth_of(only_here, len(found)))
+            raised = (coming ^ beyond) & ~held
+            beyond = coming
+            if raised:
+                most = most or depth
+                write(found, raised, depth * unit)
+        return most
 
     def check(self) -> None:
         """Raise where the tree contradicts the claims, with figures."""
         wanted: dict[bytes, dict[int, int]] = {}
-        for slot, claims in self._claims.items():
-            for claim in claims:
-                if claim.slot != slot or claim.node is None:
-                    raise ComingCheckError(f"slot {slot} lists a claim that ended or is elsewhere")
-                for block in claim.chain:
-                    counts = wanted.setdefault(block, {})
-                    counts[slot] = counts.get(slot, 0) + 1
+        for claim in self._deadlines:
+            if claim.node is None:
+                continue
+            if not claim.node.mask >> claim.slot & 1:
+                raise ComingCheckError(f"slot {claim.slot} claims a node that does not know it")
+            for block in claim.chain:
+                counts = wanted.setdefault(block, {})
+                counts[claim.slot] = counts.get(claim.slot, 0) + 1
         found: dict[bytes, dict[int, int]] = {}
         stack = list(self._root.children.values())
         while stack:
@@ -213,6 +208,8 @@ class ComingBlocks:
             stack.extend(node.children.values())
             for block in node.chain[node.start : node.end]:
                 found[block] = node.counts
+            if node.last != node.chain[node.end - 1]:
+                raise ComingCheckError(f"the edge to block {node.end} ends with another")
             if node.mask != sum(1 << slot for slot in node.counts):
                 raise ComingCheckError(f"mask {node.mask:x} of slots {sorted(node.counts)}")
             if len(node.children) == 1 and not node.ends:
@@ -223,36 +220,41 @@ class ComingBlocks:
                 f"{self._blocks}"
             )
 
-    def _walk(self, chain: Sequence[bytes]) -> Iterator[tuple[int, int]]:
-        """(blocks of `chain`, slots to which so many are coming), deeper and deeper."""
-        node, place, length = self._root, 0, len(chain)
+    def _walk(self, chain: Sequence[bytes]) -> list[tuple[int, _Node]]:
+        """(leading blocks that `chain` shares with it, node), deeper and deeper."""
+        if self._walked is chain:
+            return self._path
+        path: list[tuple[int, _Node]] = []
+        place, length = 0, len(chain)
+        children = self._root.children
         while place < length:
-            child = node.children.get(chain[place])
-            if child is None:
-                return
-            place = child.shared(chain)
-            yield place, child.mask
-            if place < child.end:
-                return
-            node = child
+            node = children.get(chain[place])
+            if node is None:
+                break
+            place = node.end
+            if place > length or node.last != chain[place - 1]:
+                path.append((node.shared(chain), node))
+                break
+            path.append((place, node))
+            children = node.children
+        self._walked, self._path = chain, path
+        return path
 
     def _insert(self, slot: int, chain: Sequence[bytes]) -> _Node:
-        node, place, length = self._root, 0, len(chain)
+        place, node, length = 0, self._root, len(chain)
         bit = 1 << slot
-        while place < length:
-            child = node.children.get(chain[place])
-            if child is None:
-                child = _Node(chain, place, length, node)
-                node.children[chain[place]] = child
-                self._blocks += length - place
-                place = length
-            else:
-                place = child.shared(chain)
-                if place < child.end:
-                    child = self._split(child, place)
-            child.counts[slot] = child.counts.get(slot, 0) + 1
-            child.mask |= bit
-            node = child
+        path = self._walk(chain)
+        self._walked = None
+        for place, node in path:
+            if place < node.end:
+                node = self._split(node, place)
+            node.counts[slot] = node.counts.get(slot, 0) + 1
+            node.mask |= bit
+        if place < length:
+            leaf = node.children[chain[place]] = _Node(chain, place, length, node)
+            self._blocks += length - place
+            leaf.counts[slot], leaf.mask = 1, bit
+            return leaf
         return node
 
     def _split(self, node: _Node, place: int) -> _Node:

@@ -12,6 +12,7 @@ from router.fleet import Fleet
 from router.member import Booking
 from router.metrics import Metrics
 from router.policies import Candidates, Decision, Policy, with_room
+from router.policies.base import BoolArray
 from router.shadow import Shadows
 from router.tokenization import Prompt
 
@@ -71,19 +72,22 @@ class Dispatcher:
             or group.reference.namespace != prompt.namespace  # hashed for workers now replaced
         ):
             return None
-        candidates = fleet.candidates_of(group, prompt.chain, prompt.tokens, excluded)
+        chain, tokens = prompt.chain, prompt.tokens
+        candidates = fleet.candidates_of(group, chain, tokens, excluded)
         if candidates is None:
             return None
-        candidates = self._with_room(candidates)
+        room = with_room(candidates)
+        if room is not None:
+            candidates = self._narrowed(candidates, room)
         decision = policy.choose(candidates, self._rng)
         slot = candidates.slots.item(decision.chosen)
         hit_tokens = candidates.hit_tokens.item(decision.chosen)
-        booking = fleet.book(slot, request_id, prompt.chain, prompt.tokens, hit_tokens)
+        booking = fleet.book(slot, request_id, chain, tokens, hit_tokens)
         card = booking.member.card
         reason = reason_of(candidates, decision.chosen)
         self._metrics.decisions.note(policy.name, reason, time.perf_counter() - began)
-        if not excluded:  # a second attempt is the same request
-            self.shadows.observe(fleet, request_id, prompt.chain, candidates, decision.chosen)
+        if self.shadows.arms and not excluded:  # a second attempt is the same request
+            self.shadows.observe(fleet, request_id, chain, candidates, decision.chosen)
         return Placement(
             card.worker, card.address, policy.name, hit_tokens, booking, candidates, decision
         )
@@ -102,8 +106,9 @@ class Dispatcher:
         )
 
     def _if_room(self, candidates: Candidates) -> Candidates | None:
+        room = with_room(candidates)
         try:
-            return self._with_room(candidates)
+            return candidates if room is None else self._narrowed(candidates, room)
         except NoRoom:
             return None
 
@@ -116,11 +121,8 @@ class Dispatcher:
             and group.reference.namespace != prompt.namespace
         )
 
-    def _with_room(self, candidates: Candidates) -> Candidates:
-        """Those that are not full. Raises NoRoom where all are."""
-        room = with_room(candidates)
-        if room is None:
-            return candidates
+    def _narrowed(self, candidates: Candidates, room: BoolArray) -> Candidates:
+        """Those that are not full, as `room` (`[n]`) says. Raises NoRoom where all are."""
         if not room.any() and not self.holds_back:
             room = (candidates.free_blocks > 0) | (candidates.batch == 0)
         if not room.any():

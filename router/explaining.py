@@ -86,7 +86,7 @@ def reason_of(candidates: Candidates, chosen: int) -> Reason:
     hits = candidates.hit_tokens
     if len(hits) == 1:
         return "only"
-    best = hits.item(hits.argmax())
+    best = candidates.best_hit
     if best == 0:
         return "cold"
     return "hit" if hits.item(chosen) == best else "load"

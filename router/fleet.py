@@ -16,24 +16,15 @@ from numpy.typing import NDArray
 
 from cluster.blocks import split_hashes
 from cluster.protocol import ColdReport, Load, Report, WorkerCard, WorkerState
+from router.bitmask import Spread
 from router.cold_index import ColdIndex
+from router.columns import ROWS, LoadTable
 from router.coming import ComingBlocks
-from router.member import (
-    ROWS,
-    SPEEDS,
-    Booking,
-    Member,
-    ModelGroup,
-    booked_of,
-    columns_of,
-    context_tokens,
-    difference,
-    idle_load,
-    row_of,
-    run_of,
-)
+from router.groups import group_of
+from router.member import Booking, Member, ModelGroup, booked_of, idle_load, row_of
 from router.policies import Candidates
 from router.prefix_index import MAX_PAIRS, PrefixIndex
+from router.suspects import Suspects
 
 CLAIM_LIFE_S = 60.0
 """Blocks of a routed request count as coming for so long at most; its end is sooner, mostly."""
@@ -67,19 +58,16 @@ class Fleet:
         self.cold = ColdIndex(max_pairs)
         self.coming = ComingBlocks(claim_life_s)
         self.requests_total = 0
-        self.listener: Callable[[], None] = _ignore
-        self.on_room: Callable[[], None] = _ignore
+        self.listener: Callable[[], None] = lambda: None
+        self.on_room: Callable[[], None] = lambda: None
         self.last_report_at: float | None = None
         self._clock = clock
-        self._suspect_s = suspect_s
         self._members: dict[str, Member] = {}
         self._by_slot: list[Member | None] = []
-        self._rows = np.zeros((len(ROWS), 8), dtype=np.int64)
-        self._row_views = list(self._rows)
-        self._speeds = np.zeros((len(SPEEDS), 8))
-        self._speed_views = list(self._speeds)
+        self._table = LoadTable()
+        self._spread = Spread()
         self._groups: dict[str, ModelGroup] = {}
-        self._suspects: set[Member] = set()
+        self._suspects = Suspects(suspect_s)
         self._bookings: dict[int, Booking] = {}
         self._serial = 0
 
@@ -141,7 +129,7 @@ class Fleet:
         self._refresh(member)
         self._refresh_speeds(member)
         if report.state != member.state or member.suspect_until:
-            self._trust(member)
+            self._suspects.trust(member)
             self._set_state(member, report.state)
             self._regroup(member.card.model)
             self.listener()
@@ -161,10 +149,9 @@ class Fleet:
         self.index.drop(slot)
         self.cold.drop(slot)
         self.coming.drop(slot)
-        self._suspects.discard(member)
+        self._suspects.trust(member)
         self._by_slot[slot] = None
-        self._rows[:, slot] = 0
-        self._speeds[:, slot] = 0
+        self._table.clear(slot)
         member.slot = -1
         member.unnamed.clear()
         self._regroup(member.card.model)
@@ -226,23 +213,29 @@ class Fleet:
         block_size = group.reference.namespace.block_size
         # not a slice of the chain: that would touch every one of its hashes
         reusable = min(len(chain), (prompt_tokens - 1) // block_size)
-        hit_tokens = self.device_depths(chain, mask, reusable, block_size)
+        hit_tokens, most = self._device_hits(chain, mask, reusable, block_size)
+        most_tokens: int | None = most * block_size
         if self.cold:
             depths = hit_tokens // block_size
             hit_tokens += self.cold.credited_tokens(depths, chain, mask, reusable, block_size)
+            most_tokens = None
         if columns is None:
-            columns = columns_of(self._rows, self._speeds, slots)
+            columns = self._table.columns(slots)
         hits = hit_tokens[slots if run is None else run]
-        return columns.candidates(slots, hits, prompt_tokens, block_size, chain)
+        return columns.candidates(slots, hits, prompt_tokens, block_size, chain, most_tokens)
 
-    def device_depths(
-        self, chain: Sequence[bytes], mask: int, limit: int, unit: int = 1
-    ) -> NDArray[np.int64]:
-        """By slot, leading blocks (at most `limit`) that are on its device or coming there; a
-        block counts as `unit`."""
-        depths = self.index.depths(chain, mask, self._rows.shape[1], limit, unit)
-        self.coming.raise_depths(depths, chain, mask, self.index.holders, limit, unit)
-        return depths
+    def device_depths(self, chain: Sequence[bytes], mask: int, limit: int) -> NDArray[np.int64]:
+        """By slot, leading blocks (at most `limit`) that are on its device or coming there."""
+        return self._device_hits(chain, mask, limit, 1)[0]
+
+    def _device_hits(
+        self, chain: Sequence[bytes], mask: int, limit: int, unit: int
+    ) -> tuple[NDArray[np.int64], int]:
+        """`device_depths`, where a block counts as `unit`, and the most blocks of any slot."""
+        groups = self.index.ends(chain, mask, limit)
+        depths = self._spread.array(groups, self._table.size, unit)
+        most = self.coming.raise_depths(depths, groups, chain, mask, limit, unit)
+        return depths, max(most, groups[0][0]) if groups else most
 
     def at(self, slot: int) -> Member:
         """The worker in `slot`. Raises LookupError where there is none."""
@@ -265,10 +258,13 @@ class Fleet:
         booking = Booking(self._serial, member, request_id, prompt_tokens, hit_tokens)
         booking.claim = self.coming.claim(slot, chain, self._clock())
         self._bookings[booking.serial] = booking
-        member.unnamed[request_id] = booking
+        if member.unnamed.setdefault(request_id, booking) is booking:
+            self._table.add_booking(slot, booking.new_tokens, booking.new_pairs, booking.new_blocks)
+        else:  # another request with the same id: the later counts
+            member.unnamed[request_id] = booking
+            self._table.put(slot, booked_of(member))
         member.routed += 1
         self.requests_total += 1
-        self._refresh_booked(member)
         return booking
 
     def release(self, booking: Booking) -> None:
@@ -280,22 +276,20 @@ class Fleet:
         member = booking.member
         if member.unnamed.get(booking.request_id) is booking:
             del member.unnamed[booking.request_id]
-            self._refresh_booked(member)
+            if member.slot >= 0:
+                self._table.put(member.slot, booked_of(member))
         self.on_room()
 
     def suspect(self, worker: str) -> None:
         """A worker refused a connection: leave it out until its next report."""
         member = self._members.get(worker)
         if member is not None:
-            member.suspect_until = self._clock() + self._suspect_s
-            self._suspects.add(member)
+            self._suspects.add(member, self._clock())
             self._regroup(member.card.model)
 
     def next_return_s(self) -> float | None:
         """Seconds until a worker that refused a connection is tried again; None where none is."""
-        if not self._suspects:
-            return None
-        return max(0.0, min(m.suspect_until for m in self._suspects) - self._clock())
+        return self._suspects.next_return_s(self._clock())
 
     @property
     def in_flight(self) -> int:
@@ -308,7 +302,7 @@ class Fleet:
 
     def load_of(self, member: Member) -> Load:
         """A worker's load as policies see it: reported plus own requests not named yet."""
-        row = dict(zip(ROWS, self._rows[:, member.slot].tolist(), strict=True))
+        row = dict(zip(ROWS, self._table.row(member.slot), strict=True))
         return msgspec.structs.replace(
             member.load,
             pending_prefill_tokens=row["pending_tokens"],
@@ -330,19 +324,17 @@ class Fleet:
         for name, member in self._members.items():
             if self._by_slot[member.slot] is not member:
                 raise FleetCheckError(f"slot {member.slot} is not {name}'s")
-            row = self._rows[:, member.slot].tolist()
-            if row != row_of(member):
-                raise FleetCheckError(
-                    f"{name}: row {row}, but report and bookings {row_of(member)}"
-                )
-            speeds, load = self._speeds[:, member.slot].tolist(), member.load
+            row, wanted = self._table.row(member.slot), row_of(member)
+            if row != wanted:
+                raise FleetCheckError(f"{name}: row {row}, but report and bookings {wanted}")
+            speeds, load = self._table.speeds[:, member.slot].tolist(), member.load
             if speeds != [load.prefill_s_per_token, load.prefill_s_per_pair]:
                 raise FleetCheckError(f"{name}: speeds {speeds}, but its report says {load}")
             for booking in member.unnamed.values():
                 if self._bookings.get(booking.serial) is not booking:
                     raise FleetCheckError(f"{name} counts {booking.request_id}, which has ended")
         for slot, occupant in enumerate(self._by_slot):
-            if occupant is None and (self.index.count(slot) or self._rows[:, slot].any()):
+            if occupant is None and (self.index.count(slot) or any(self._table.row(slot))):
                 raise FleetCheckError(f"slot {slot} is free but not empty")
         for model, group in self._groups.items():
             usable = [m.slot for m in self._of(model) if m.usable]
@@ -356,10 +348,8 @@ class Fleet:
             if occupant is None:
                 return slot
         self._by_slot.append(None)
-        if len(self._by_slot) > self._rows.shape[1]:
-            self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)], axis=1)
-            self._speeds = np.concatenate([self._speeds, np.zeros_like(self._speeds)], axis=1)
-            self._row_views, self._speed_views = list(self._rows), list(self._speeds)
+        if len(self._by_slot) > self._table.size:
+            self._table.grow()
             for model in self._groups:
                 self._regroup(model)
         return len(self._by_slot) - 1
@@ -370,7 +360,7 @@ class Fleet:
         self.coming.drop(member.slot)
         member.load = idle_load(card)
         self._refresh_speeds(member)
-        self._trust(member)
+        self._suspects.trust(member)
         if card.address != member.card.address:
             # another process: it never got what was sent to the old one
             member.unnamed.clear()
@@ -382,36 +372,20 @@ class Fleet:
         self._serial += 1
         member.ready_serial = self._serial if state == "ready" else 0
 
-    def _trust(self, member: Member) -> None:
-        member.suspect_until = 0.0
-        self._suspects.discard(member)
-
     def _expire(self) -> None:
         now = self._clock()
         self.coming.expire(now)
-        if not self._suspects:
-            return
-        for member in [m for m in self._suspects if m.suspect_until <= now]:
-            self._trust(member)
+        for member in self._suspects.due(now):
+            self._suspects.trust(member)
             self._regroup(member.card.model)
 
     def _refresh(self, member: Member) -> None:
-        slot = member.slot
-        if slot >= 0:
-            for row, value in zip(self._row_views, row_of(member), strict=True):
-                row[slot] = value
-
-    def _refresh_booked(self, member: Member) -> None:
-        slot = member.slot
-        if slot >= 0:
-            for row, value in zip(self._row_views, booked_of(member), strict=False):
-                row[slot] = value
+        if member.slot >= 0:
+            self._table.put(member.slot, row_of(member))
 
     def _refresh_speeds(self, member: Member) -> None:
         load = member.load
-        s_per_token, s_per_pair = self._speed_views
-        s_per_token[member.slot] = load.prefill_s_per_token
-        s_per_pair[member.slot] = load.prefill_s_per_pair
+        self._table.put_speeds(member.slot, (load.prefill_s_per_token, load.prefill_s_per_pair))
 
     def _of(self, model: str) -> list[Member]:
         return [member for member in self._members.values() if member.card.model == model]
@@ -421,28 +395,5 @@ class Fleet:
         if not members:
             self._groups.pop(model, None)
             return
-        ready = sorted(
-            (m for m in members if m.state == "ready"), key=lambda member: member.ready_serial
-        )
-        # the measure stays as long as a ready worker matches it, so that a rolling update
-        # does not turn the old workers away while they still serve
         former = self._groups[model].reference if model in self._groups else None
-        like_former = [m for m in ready if former is not None and not difference(m.card, former)]
-        reference = (like_former or ready)[0].card if ready else None
-        for member in members:
-            member.refused = difference(member.card, reference) if reference else ""
-        usable = sorted(member.slot for member in members if member.usable)
-        slots = np.array(usable, dtype=np.int64)
-        run = run_of(slots)
-        self._groups[model] = ModelGroup(
-            reference,
-            min((context_tokens(m.card) for m in ready if not m.refused), default=0),
-            slots,
-            sum(1 << slot for slot in usable),
-            run,
-            None if run is None else columns_of(self._rows, self._speeds, run),
-        )
-
-
-def _ignore() -> None:
-    return None
+        self._groups[model] = group_of(members, former, self._table)

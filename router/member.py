@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,25 +10,8 @@ from numpy.typing import NDArray
 
 from cluster.blocks import Namespace
 from cluster.protocol import Load, WorkerCard, WorkerState, prefill_pairs
+from router.columns import Columns
 from router.coming import Claim
-from router.policies import Candidates
-
-ROWS = (
-    "pending_tokens",
-    "waiting",
-    "batch",
-    "pending_pairs",
-    "booked_blocks",
-    "running",
-    "free_blocks",
-    "capacity_blocks",
-    "worker_key",
-)
-"""What the fleet keeps of each worker as whole numbers, in this order: first what bookings
-change (`booked_of`), then what the worker alone says."""
-
-SPEEDS = ("s_per_token", "s_per_pair")
-"""What it keeps of each worker's measured prefill speed, in this order."""
 
 
 class Booking:
@@ -56,7 +38,8 @@ class Booking:
         self.serial = serial
         self.member = member
         self.request_id = request_id
-        self.new_tokens = max(1, prompt_tokens - hit_tokens)
+        new_tokens = prompt_tokens - hit_tokens
+        self.new_tokens = new_tokens if new_tokens > 0 else 1
         self.new_pairs = prefill_pairs(prompt_tokens - self.new_tokens, prompt_tokens)
         self.new_blocks = -(-self.new_tokens // member.card.namespace.block_size)
         self.claim: Claim | None = None
@@ -105,50 +88,6 @@ class Member:
         return self.state == "ready" and not self.refused and not self.suspect_until
 
 
-class Columns(NamedTuple):
-    """What policies see of the workers of one model, `[n]` each, in the order of their slots."""
-
-    pending_tokens: NDArray[np.int64]
-    waiting: NDArray[np.int64]
-    batch: NDArray[np.int64]
-    pending_pairs: NDArray[np.int64]
-    booked_blocks: NDArray[np.int64]
-    running: NDArray[np.int64]
-    free_blocks: NDArray[np.int64]
-    capacity_blocks: NDArray[np.int64]
-    worker_keys: NDArray[np.int64]
-    s_per_token: NDArray[np.float64]
-    s_per_pair: NDArray[np.float64]
-
-    def candidates(
-        self,
-        slots: NDArray[np.int64],
-        hit_tokens: NDArray[np.int64],
-        prompt_tokens: int,
-        block_size: int,
-        chain: Sequence[bytes],
-    ) -> Candidates:
-        """These columns and `[n]` hits as what a policy sees of a prompt."""
-        pending, waiting, batch, pairs, booked, running, free, capacity, keys, *speeds = self
-        return Candidates(
-            slots,
-            hit_tokens,
-            pending,
-            running,
-            waiting,
-            batch,
-            free,
-            capacity,
-            prompt_tokens,
-            block_size,
-            chain,
-            booked,
-            keys,
-            pairs,
-            *speeds,
-        )
-
-
 class ModelGroup(NamedTuple):
     """The workers of one model that may serve now.
 
@@ -167,32 +106,13 @@ class ModelGroup(NamedTuple):
     columns: Columns | None
 
 
-def columns_of(
-    rows: NDArray[np.int64],
-    speeds: NDArray[np.float64],
-    slots: slice | NDArray[np.int64],
-) -> Columns:
-    """The columns of `slots`, read-only: views of `rows` and `speeds` where they are a slice."""
-    picked, measured = rows[:, slots], speeds[:, slots]
-    picked.flags.writeable = measured.flags.writeable = False
-    return Columns(*picked, *measured)
-
-
-def run_of(slots: NDArray[np.int64]) -> slice | None:
-    """The sorted `slots` as a slice where they are a run, as they mostly are."""
-    if not len(slots):
-        return None
-    first, last = int(slots[0]), int(slots[-1])
-    return slice(first, last + 1) if last - first + 1 == len(slots) else None
-
-
 def idle_load(card: WorkerCard) -> Load:
     """Load of a worker that has not reported yet."""
     return Load(free_blocks=card.capacity_blocks)
 
 
 def row_of(member: Member) -> list[int]:
-    """The worker's entries of `ROWS`: its last report plus its unnamed bookings."""
+    """The worker's `router.columns.ROWS`: its last report plus its unnamed bookings."""
     load, card = member.load, member.card
     return [
         *booked_of(member),
@@ -217,7 +137,7 @@ def booked_of(member: Member) -> tuple[int, int, int, int, int]:
         waiting,
         load.running + waiting,
         load.pending_prefill_pairs + pairs,
-        blocks,
+        load.free_blocks - blocks,
     )
 
 

@@ -23,13 +23,14 @@ deepest of their chains. A hit is then taken for shorter than it is, never for l
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from router.bitmask import FEW, Spread
+from router.held_blocks import HeldBlocks
 
 MAX_PAIRS = 20_000_000
 """Some 3 GB at most."""
@@ -60,12 +61,12 @@ class PrefixIndex:
         self.max_pairs = max_pairs
         self._shards: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
         # in order of storing: whatever is cut off the end leaves a prefix-closed set
-        self._blocks: dict[int, dict[bytes, None]] = {}
+        self._held: dict[int, HeldBlocks] = {}
         self._dropped: dict[int, int] = {}
         self._pairs = 0
         # block where a range begins -> depths at which workers parted, the deepest first:
         # many, for a chain's first block; the few that hold a later one
-        self._partings: dict[bytes, list[int]] = {}
+        self._partings: dict[bytes, tuple[int, ...]] = {}
         self._spread = Spread()
 
     def __len__(self) -> int:
@@ -79,15 +80,19 @@ class PrefixIndex:
 
     def store(self, slot: int, hashes: Iterable[bytes]) -> None:
         """The worker in `slot` holds `hashes` from now on: parents before what continues them."""
-        shards, held = self._shards, self._blocks.setdefault(slot, {})
-        before_pairs = len(held)
+        held = self._held.get(slot)
+        if held is None:
+            held = self._held[slot] = HeldBlocks()
+        shards = self._shards
+        new: list[bytes] = []
+        append = new.append
         bit = 1 << slot  # this one object serves all of these blocks that nobody else holds
         seen = seen_with_bit = 0
         for block in hashes:
             shard = shards[block[0]]
-            before = shard.setdefault(block, bit)
-            if before is bit:  # new, or its own already
-                pass
+            before = shard.get(block)
+            if before is None:
+                shard[block] = bit
             elif before is seen:  # blocks of one chain mostly have the very same holders
                 shard[block] = seen_with_bit
             elif before & bit:
@@ -95,34 +100,37 @@ class PrefixIndex:
             else:
                 seen, seen_with_bit = before, before | bit
                 shard[block] = seen_with_bit
-            held[block] = None
-        self._pairs += len(held) - before_pairs
+            append(block)
+        held.store(new)
+        self._pairs += len(new)
         if self._pairs > self.max_pairs:
             self._shrink()
 
     def evict(self, slot: int, hashes: Collection[bytes]) -> None:
         """The worker in `slot` does not hold `hashes` any more; unknown ones are no error."""
-        held = self._blocks.get(slot, {})
-        known = [block for block in hashes if held.pop(block, True) is None]
-        self._clear(known, slot)
+        unknown = self._clear(hashes, slot)
+        known = (Counter(hashes) - Counter(unknown)).keys() if unknown else hashes
+        held = self._held.get(slot)
+        if held is not None:
+            held.evict(known)
         self._pairs -= len(known)
         dropped = self._dropped.get(slot, 0)
         if dropped:
-            unknown = len(hashes) - len(known)
-            self._dropped[slot] = max(0, dropped - unknown)
+            self._dropped[slot] = max(0, dropped - len(unknown))
 
     def replace(self, slot: int, hashes: Iterable[bytes]) -> None:
         """The worker in `slot` holds exactly `hashes`."""
         wanted = dict.fromkeys(hashes)
         self._dropped.pop(slot, None)
-        self.evict(slot, self._blocks.get(slot, {}).keys() - wanted.keys())
+        self.evict(slot, [block for block in self._blocks(slot) if block not in wanted])
         self.store(slot, wanted)
 
     def drop(self, slot: int) -> None:
         """Forget `slot`, which may then be given to another worker."""
-        held = self._blocks.pop(slot, {})
-        self._clear(held, slot)
-        self._pairs -= len(held)
+        blocks = self._blocks(slot)
+        self._clear(blocks, slot)
+        self._pairs -= len(blocks)
+        self._held.pop(slot, None)
         self._dropped.pop(slot, None)
 
     def holds(self, slot: int, block: bytes) -> bool:
@@ -135,11 +143,12 @@ class PrefixIndex:
 
     def blocks_of(self, slot: int) -> frozenset[bytes]:
         """All blocks of `slot` (a copy)."""
-        return frozenset(self._blocks.get(slot, ()))
+        return frozenset(self._blocks(slot))
 
     def count(self, slot: int) -> int:
         """Number of blocks of `slot`."""
-        return len(self._blocks.get(slot, ()))
+        held = self._held.get(slot)
+        return 0 if held is None else held.count
 
     def dropped(self, slot: int) -> int:
         """Blocks that the worker in `slot` holds but that were dropped for want of room."""
@@ -181,21 +190,32 @@ class PrefixIndex:
         closed the search may end at a boundary behind a hole; it never claims more than the
         deepest block that is held.
         """
+        return self._spread.array(self.ends(chain, slots, limit), size, unit)
+
+    def ends(
+        self, chain: Sequence[bytes], slots: int, limit: int | None = None
+    ) -> list[tuple[int, int]]:
+        """`depths` as (depth, slots that end there), the deepest first; those with 0 are left
+        out."""
         length = len(chain) if limit is None else limit
         if not slots or not length:
-            return np.zeros(size, dtype=np.int64)
+            return []
         first = chain[0]
         partings = self._partings.get(first, ())
         done: list[tuple[int, int]] = []
         for low, high, mask in self._part_at(chain, partings, 0, length, slots, done):
             if low and mask.bit_count() <= FEW:
                 self._search_few(chain, low, high, mask, done)
-            else:
-                self._search(chain, low, high, mask, done)
-        for depth, mask in done:
-            if depth and depth not in partings and mask.bit_count() > FEW:
-                self._remember(first, depth)
-        return self._spread.array(done, size, unit)
+                continue
+            known = len(done)
+            self._search(chain, low, high, mask, done)
+            for depth, those in done[known:]:
+                if depth and those.bit_count() > FEW:
+                    self._remember(first, depth)
+        done.sort(reverse=True)
+        if done and not done[-1][0]:
+            done.pop()
+        return done
 
     def _search(
         self, chain: Sequence[bytes], low: int, high: int, mask: int, done: list[tuple[int, int]]
@@ -226,11 +246,12 @@ class PrefixIndex:
         beginning = chain[low - 1]
         before = self._partings.get(beginning, ())
         ends: list[tuple[int, int]] = []
-        for rest in self._part_at(chain, before, low, high, mask, ends):
-            self._search(chain, *rest, ends)
-        now = sorted((depth for depth, _ in ends), reverse=True)[:MAX_PARTINGS]
-        if now != before:
-            self._partings_of(beginning)[:] = now
+        ranges = self._part_at(chain, before, low, high, mask, ends)
+        if ranges or len(ends) != len(before):
+            for rest in ranges:
+                self._search(chain, *rest, ends)
+            now = sorted((depth for depth, _ in ends), reverse=True)
+            self._keep(beginning, now)
         done += ends
 
     def _part_at(
@@ -253,25 +274,30 @@ class PrefixIndex:
         for parting in partings:
             if parting > high:
                 continue
-            if parting < low:
-                break
             if parting > low:
                 block = chain[parting - 1]
                 reach = shards[block[0]].get(block, 0) & rest
-            else:
+                if not reach:
+                    high = parting - 1
+                    continue
+            elif parting == low:
                 reach = rest  # all of them hold what lies before `low`
-            if reach:
-                beyond = 0
-                if parting < high:
-                    block = chain[parting]
-                    beyond = shards[block[0]].get(block, 0) & reach
+            else:
+                break
+            if parting < high:
+                block = chain[parting]
+                beyond = shards[block[0]].get(block, 0) & reach
                 if beyond:
                     ranges.append((parting + 1, high, beyond))
-                if beyond != reach:
-                    done.append((parting, reach ^ beyond))
-                rest ^= reach
-                if not rest:
-                    return ranges
+                    if beyond != reach:
+                        done.append((parting, reach ^ beyond))
+                else:
+                    done.append((parting, reach))
+            else:
+                done.append((parting, reach))
+            if reach == rest:
+                return ranges
+            rest ^= reach
             high = parting - 1  # whoever is left does not hold it
         ranges.append((low, high, rest))
         return ranges
@@ -279,7 +305,13 @@ class PrefixIndex:
     def check(self) -> None:
         """Raise where masks and sets disagree, with figures."""
         rebuilt: dict[bytes, int] = {}
-        for slot, blocks in self._blocks.items():
+        for slot, held in self._held.items():
+            blocks = held.blocks()
+            if not len(blocks) == len(set(blocks)) == held.count:
+                raise IndexCheckError(
+                    f"slot {slot} has {len(blocks)} blocks, {len(set(blocks))} different ones, "
+                    f"and counts {held.count}"
+                )
             for block in blocks:
                 rebuilt[block] = rebuilt.get(block, 0) | 1 << slot
         masks = {block: mask for shard in self._shards for block, mask in shard.items()}
@@ -293,49 +325,54 @@ class PrefixIndex:
                 f"{len(wrong)} of {len(rebuilt)} blocks have a mask that differs from the "
                 f"sets, first {wrong[0].hex()}"
             )
-        pairs = sum(map(len, self._blocks.values()))
+        pairs = sum(held.count for held in self._held.values())
         if pairs != self._pairs or pairs > self.max_pairs:
             raise IndexCheckError(
                 f"{pairs} pairs are held, {self._pairs} counted, {self.max_pairs} allowed"
             )
 
-    def _partings_of(self, beginning: bytes) -> list[int]:
-        """What is remembered for `beginning`, to be changed."""
-        partings = self._partings.get(beginning)
-        if partings is None:
-            if len(self._partings) >= MAX_BEGINNINGS:
-                self._partings.clear()
-            partings = self._partings[beginning] = []
-        return partings
+    def _keep(self, beginning: bytes, partings: Sequence[int]) -> None:
+        """Remember these, the deepest first, for chains with the block `beginning`."""
+        if len(self._partings) >= MAX_BEGINNINGS and beginning not in self._partings:
+            self._partings.clear()
+        self._partings[beginning] = tuple(partings[:MAX_PARTINGS])
 
     def _remember(self, first: bytes, depth: int) -> None:
         """Remember a parting, in the place of the nearest one where there are enough."""
-        partings = self._partings_of(first)
+        partings = list(self._partings.get(first, ()))
         if len(partings) >= MAX_PARTINGS:
             partings.remove(min(partings, key=lambda parting: abs(parting - depth)))
-        partings.append(depth)
-        partings.sort(reverse=True)
+        self._keep(first, sorted([*partings, depth], reverse=True))
 
-    def _clear(self, blocks: Iterable[bytes], slot: int) -> None:
-        """Take `slot`, which holds each of `blocks`, out of their masks."""
+    def _blocks(self, slot: int) -> list[bytes]:
+        """All blocks of `slot` in the order of their storing."""
+        held = self._held.get(slot)
+        return [] if held is None else held.blocks()
+
+    def _clear(self, blocks: Iterable[bytes], slot: int) -> list[bytes]:
+        """Take `slot` out of the masks of `blocks`; returns those that it does not hold."""
         shards, bit = self._shards, 1 << slot
+        unknown: list[bytes] = []
         for block in blocks:
             shard = shards[block[0]]
-            mask = shard.pop(block)
+            mask = shard.pop(block, 0)
             if mask != bit:
-                shard[block] = mask ^ bit
+                if mask & bit:
+                    shard[block] = mask ^ bit
+                else:
+                    unknown.append(block)
+                    if mask:
+                        shard[block] = mask
+        return unknown
 
     def _shrink(self) -> None:
         """Drop down to `max_pairs`: the latest stored of the slot that has most, down to its
         even share at most."""
-        share = self.max_pairs // len(self._blocks)
+        share = self.max_pairs // len(self._held)
         while self._pairs > self.max_pairs:
-            slot = max(self._blocks, key=lambda each: len(self._blocks[each]))
-            held = self._blocks[slot]
-            excess = min(self._pairs - self.max_pairs, len(held) - share)
-            latest = list(islice(reversed(held), excess))
-            for block in latest:
-                del held[block]
-            self._clear(latest, slot)
+            slot = max(self._held, key=lambda each: self._held[each].count)
+            held = self._held[slot]
+            excess = min(self._pairs - self.max_pairs, held.count - share)
+            self._clear(held.drop_latest(excess), slot)
             self._pairs -= excess
             self._dropped[slot] = self._dropped.get(slot, 0) + excess

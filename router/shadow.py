@@ -178,7 +178,8 @@ class Arm:
             running=batch - computing,
             waiting=computing,
             batch=batch,
-            booked_blocks=None,
+            room_blocks=None,
+            most_hit_tokens=None,
             pending_pairs=None,
         )
 

@@ -36,11 +36,12 @@ class Candidates(NamedTuple):
     prompt_tokens    tokens of this request's prompt
     block_size       tokens in a block
     chain            hashes of the prompt's full blocks
-    booked_blocks    blocks that requests on their way to it will take; None: none
+    room_blocks      free blocks less those that requests on their way to it will take; None: all
     worker_keys      a number for each worker, the same at every gateway; None: the slots
     pending_pairs    query-key pairs of the pending tokens' attention; None: unknown
     s_per_token      measured seconds to prefill a token; 0 or None: not measured
     s_per_pair       seconds on top for each query-key pair of its attention
+    most_hit_tokens  the greatest of the hits; None: not known
     """
 
     slots: IntArray
@@ -54,25 +55,33 @@ class Candidates(NamedTuple):
     prompt_tokens: int
     block_size: int
     chain: Sequence[bytes] = ()
-    booked_blocks: IntArray | None = None
+    room_blocks: IntArray | None = None
     worker_keys: IntArray | None = None
     pending_pairs: IntArray | None = None
     s_per_token: FloatArray | None = None
     s_per_pair: FloatArray | None = None
+    most_hit_tokens: int | None = None
 
     @property
     def new_tokens(self) -> IntArray:
         """Prompt tokens that each worker would have to compute: at least 1."""
-        hits = self.hit_tokens
-        new: IntArray = self.prompt_tokens - hits
-        if hits.item(hits.argmax()) < self.prompt_tokens:
+        new: IntArray = self.prompt_tokens - self.hit_tokens
+        if self.best_hit < self.prompt_tokens:
             return new
         return np.maximum(new, 1, out=new)
 
+    @property
+    def best_hit(self) -> int:
+        """The greatest of the hits, in tokens."""
+        if self.most_hit_tokens is not None:
+            return self.most_hit_tokens
+        return self.hit_tokens.item(self.hit_tokens.argmax())
+
     def only(self, kept: BoolArray) -> Candidates:
         """The candidates where `kept` (`[n]`) is true."""
+        columns = self._replace(most_hit_tokens=None)
         return Candidates._make(
-            value[kept] if isinstance(value, np.ndarray) else value for value in self
+            value[kept] if isinstance(value, np.ndarray) else value for value in columns
         )
 
 
@@ -159,12 +168,9 @@ def with_room(candidates: Candidates) -> BoolArray | None:
     never hold is refused by its context.
     """
     size = candidates.block_size
-    free, booked = candidates.free_blocks, candidates.booked_blocks
-    most_booked = 0 if booked is None else booked.item(booked.argmax())
-    if (free.item(free.argmin()) - most_booked) * size >= candidates.prompt_tokens:
+    free = candidates.free_blocks if candidates.room_blocks is None else candidates.room_blocks
+    if free.item(free.argmin()) * size >= candidates.prompt_tokens:
         return None
-    if booked is not None:
-        free = free - booked
     needed = (candidates.new_tokens + (size - 1)) // size
     room: BoolArray = (free >= needed) | (candidates.batch == 0)
     return None if room.all() else room

@@ -24,7 +24,7 @@ def candidates(
     def column(values):
         return np.array(values if values is not None else [0] * n, dtype=np.int64)
 
-    for name in ("booked_blocks", "worker_keys", "pending_pairs"):
+    for name in ("room_blocks", "worker_keys", "pending_pairs"):
         if name in more:
             more[name] = column(more[name])
     for name in ("s_per_token", "s_per_pair"):

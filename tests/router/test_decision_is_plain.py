@@ -59,9 +59,9 @@ def plain_hit(held, claims, chain, prompt: int) -> int:
 )
 @given(st.lists(events, max_size=40))
 def test_hits_loads_and_choices_equal_plain_ones(monkeypatch, few, script):
-    for module in ("prefix_index", "bitmask", "coming"):
+    for module in ("prefix_index", "bitmask"):
         monkeypatch.setattr(f"router.{module}.FEW", few)
-    monkeypatch.setattr("router.coming.VERY_FEW", min(few, 4))
+    monkeypatch.setattr("router.bitmask.VERY_FEW", min(few, 4))
     fleet, policy = Fleet(clock=lambda: 0.0), parse_policy("locality")
     held = {worker: set() for worker in WORKERS}
     load = {worker: Load(free_blocks=1000) for worker in WORKERS}
@@ -118,6 +118,7 @@ def test_hits_loads_and_choices_equal_plain_ones(monkeypatch, few, script):
                 assert found.pending_tokens[place] == pending
                 assert found.batch[place] == batch
                 costs.append((pending + max(1, prompt - hit)) * (batch + 1))
+            assert found.most_hit_tokens == max(found.hit_tokens)
             decision = policy.choose(found, random.Random(number))
             assert decision.costs.tolist() == costs
             assert decision.chosen == plain_choice(costs, found, random.Random(number))
@@ -151,7 +152,8 @@ groups = st.lists(st.tuples(st.integers(0, 9), st.sets(st.integers(0, 69))), max
 )
 @given(st.lists(groups, min_size=1, max_size=4), st.integers(1, 16))
 def test_arrays_are_what_their_groups_say(monkeypatch, few, several, unit):
-    monkeypatch.setattr("router.bitmask.FEW", few)
+    for name in ("FEW", "VERY_FEW"):
+        monkeypatch.setattr(f"router.bitmask.{name}", few)
     spread = Spread()
     for number, each in enumerate(several * 2):
         wanted = np.zeros(70, dtype=np.int64)
@@ -160,4 +162,5 @@ def test_arrays_are_what_their_groups_say(monkeypatch, few, several, unit):
             disjoint.append((depth, sum(1 << slot for slot in slots - taken)))
             wanted[list(slots - taken)] = depth * unit
             taken |= slots
+        disjoint.sort(reverse=True)
         assert spread.array(disjoint, 70, unit).tolist() == wanted.tolist(), number

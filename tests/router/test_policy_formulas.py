@@ -248,7 +248,7 @@ def test_a_worker_has_room_for_the_blocks_that_it_lacks():
     given = candidates(prompt=100, hit=[0, 0, 48, 48], running=[1] * 4, free=[7, 6, 4, 3])
     assert with_room(given).tolist() == [True, False, True, False]
     booked = candidates(
-        prompt=100, running=[1] * 3, free=[9, 9, 9], booked_blocks=[0, 2, 3], capacity=9
+        prompt=100, running=[1] * 3, free=[9, 9, 9], room_blocks=[9, 7, 6], capacity=9
     )
     assert with_room(booked).tolist() == [True, True, False]
 
@@ -272,4 +272,4 @@ def test_candidates_can_be_narrowed():
     assert kept.hit_tokens.tolist() == [0, 32]
     assert kept.free_blocks.tolist() == [7, 9]
     assert kept.s_per_token.tolist() == [1, 3]
-    assert (kept.chain, kept.booked_blocks, kept.prompt_tokens) == (CHAINS[0], None, 1000)
+    assert (kept.chain, kept.room_blocks, kept.prompt_tokens) == (CHAINS[0], None, 1000)

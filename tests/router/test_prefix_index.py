@@ -14,7 +14,8 @@ SIZE = 128
 chains = st.lists(st.integers(0, 2), max_size=9).map(lambda tokens: chain_of(tokens, block_size=1))
 slots = st.sampled_from([0, 1, 2, 7, 63, 64, 100])
 operations = st.lists(
-    st.tuples(st.sampled_from(["store", "evict", "replace", "drop"]), slots, chains), max_size=25
+    st.tuples(st.sampled_from(["store", "evict", "replace", "drop", "ask"]), slots, chains),
+    max_size=25,
 )
 
 
@@ -63,6 +64,11 @@ def test_depths_equal_those_of_plain_sets(monkeypatch, few, steps, queries):
         elif action == "drop":
             index.drop(slot)
             model[slot] = set()
+        elif action == "ask" and chain:  # what it remembers of this is no truth for what comes
+            limit = max(1, slot % len(chain))
+            depths = index.depths(chain, sum(1 << each for each in model), SIZE, limit, unit=16)
+            for each, blocks in model.items():
+                assert depths[each] == 16 * min(limit, naive_depth(blocks, chain))
         index.check()
     asked = sum(1 << slot for slot in model)
     for query in (queries + seen) * 2:
@@ -82,6 +88,19 @@ def test_slots_outside_the_mask_are_not_reported():
     index.store(5, A)
     assert index.depths(A, 1 << 5, 8).tolist() == [0, 0, 0, 0, 0, 10, 0, 0]
     assert index.depths(A, 0, 8).tolist() == [0] * 8
+
+
+def test_a_block_that_is_named_twice_is_evicted_once():
+    index = PrefixIndex()
+    index.store(0, [*A, *A])
+    index.store(0, A)
+    assert (index.count(0), index.pairs) == (10, 10)
+    index.evict(0, [A[9], A[9], A[8], b"unknown"])
+    assert (index.count(0), index.pairs) == (8, 8)
+    index.check()
+    index.store(0, A)
+    assert index.depths(A, 1, 1).tolist() == [10]
+    index.check()
 
 
 def test_many_slots_of_one_depth_and_an_empty_chain():

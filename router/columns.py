@@ -1,0 +1,158 @@
+"""The workers' load as arrays by slot, which policies read as they are.
+
+A column is patched where a worker's load changes, not gathered for a decision: what policies see
+of a group of workers are views of these arrays wherever the group's slots are a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.policies import Candidates
+
+ROWS = (
+    "pending_tokens",
+    "waiting",
+    "batch",
+    "pending_pairs",
+    "room_blocks",
+    "running",
+    "free_blocks",
+    "capacity_blocks",
+    "worker_key",
+)
+"""What is kept of each worker as whole numbers, in this order: first what bookings change
+(`router.member.booked_of`), then what the worker alone says."""
+
+SPEEDS = ("s_per_token", "s_per_pair")
+"""What is kept of each worker's measured prefill speed, in this order."""
+
+
+class Columns(NamedTuple):
+    """What policies see of the workers of one model, `[n]` each, in the order of their slots."""
+
+    pending_tokens: NDArray[np.int64]
+    waiting: NDArray[np.int64]
+    batch: NDArray[np.int64]
+    pending_pairs: NDArray[np.int64]
+    room_blocks: NDArray[np.int64]
+    running: NDArray[np.int64]
+    free_blocks: NDArray[np.int64]
+    capacity_blocks: NDArray[np.int64]
+    worker_keys: NDArray[np.int64]
+    s_per_token: NDArray[np.float64]
+    s_per_pair: NDArray[np.float64]
+
+    def candidates(
+        self,
+        slots: NDArray[np.int64],
+        hit_tokens: NDArray[np.int64],
+        prompt_tokens: int,
+        block_size: int,
+        chain: Sequence[bytes],
+        most_hit_tokens: int | None,
+    ) -> Candidates:
+        """These columns and `[n]` hits as what a policy sees of a prompt."""
+        (
+            pending,
+            waiting,
+            batch,
+            pairs,
+            room,
+            running,
+            free,
+            capacity,
+            keys,
+            s_per_token,
+            s_per_pair,
+        ) = self
+        return Candidates(
+            slots,
+            hit_tokens,
+            pending,
+            running,
+            waiting,
+            batch,
+            free,
+            capacity,
+            prompt_tokens,
+            block_size,
+            chain,
+            room,
+            keys,
+            pairs,
+            s_per_token,
+            s_per_pair,
+            most_hit_tokens,
+        )
+
+
+class LoadTable:
+    """The owner of the arrays: a row of `ROWS` and `SPEEDS` for each slot. It grows by doubling."""
+
+    def __init__(self, slots: int = 8) -> None:
+        self._take(np.zeros((len(ROWS), slots), dtype=np.int64), np.zeros((len(SPEEDS), slots)))
+
+    def _take(self, rows: NDArray[np.int64], speeds: NDArray[np.float64]) -> None:
+        self.rows = rows
+        self.speeds = speeds
+        self.size = rows.shape[1]
+        # single numbers are read and written through these: that costs half of what it does in
+        # an array
+        self._cells = [memoryview(row) for row in rows]
+        self._speed_rows = list(speeds)
+
+    def grow(self) -> None:
+        """Make room for as many slots again. Columns that were given out stay behind."""
+        self._take(
+            np.concatenate([self.rows, np.zeros_like(self.rows)], axis=1),
+            np.concatenate([self.speeds, np.zeros_like(self.speeds)], axis=1),
+        )
+
+    def put(self, slot: int, row: Iterable[int]) -> None:
+        """Set the first of `ROWS`, as many as `row` has."""
+        for cells, value in zip(self._cells, row, strict=False):
+            cells[slot] = value
+
+    def put_speeds(self, slot: int, speeds: tuple[float, float]) -> None:
+        """Set `SPEEDS`."""
+        for row, value in zip(self._speed_rows, speeds, strict=True):
+            row[slot] = value
+
+    def add_booking(self, slot: int, tokens: int, pairs: int, blocks: int) -> None:
+        """A request is on its way to the worker, which will compute so much for it."""
+        pending_tokens, waiting, batch, pending_pairs, room_blocks = self._cells[:5]
+        pending_tokens[slot] += tokens
+        waiting[slot] += 1
+        batch[slot] += 1
+        pending_pairs[slot] += pairs
+        room_blocks[slot] -= blocks
+
+    def clear(self, slot: int) -> None:
+        """Nobody is in the slot."""
+        self.rows[:, slot] = 0
+        self.speeds[:, slot] = 0
+
+    def row(self, slot: int) -> list[int]:
+        """The slot's `ROWS`."""
+        row: list[int] = self.rows[:, slot].tolist()
+        return row
+
+    def columns(self, slots: slice | NDArray[np.int64]) -> Columns:
+        """The columns of `slots`, read-only: views that change with the table where they are a
+        slice."""
+        picked, measured = self.rows[:, slots], self.speeds[:, slots]
+        picked.flags.writeable = measured.flags.writeable = False
+        return Columns(*picked, *measured)
+
+
+def run_of(slots: NDArray[np.int64]) -> slice | None:
+    """The sorted `slots` as a slice where they are a run, as they mostly are."""
+    if not len(slots):
+        return None
+    first, last = int(slots[0]), int(slots[-1])
+    return slice(first, last + 1) if last - first + 1 == len(slots) else None

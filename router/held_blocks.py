@@ -1,0 +1,105 @@
+"""The blocks of one worker in the order in which they were stored.
+
+Who holds a block is asked of the index's masks; this is only for what concerns a whole worker:
+forgetting it, comparing it with a snapshot, dropping its latest blocks. So a change costs next to
+nothing here: hashes are joined to runs, stored ones and evicted ones, and once there are many
+evicted ones they are taken out of the stored ones at once.
+
+    stored    a b c d e a f     a was evicted when 4 blocks were stored, c when 5 were
+              x   x     │
+                        └─ stored again after its eviction
+
+Runs of joined hashes are 16 bytes a block, and the garbage collector need not look into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from cluster.blocks import HASH_BYTES, join_hashes, split_hashes
+
+MIN_GONE = 256
+MAX_GONE = 8192
+"""Evicted blocks are taken out once there are more of them than a quarter of those held, but than
+these at least and these at most: some milliseconds of work."""
+
+MARKS = 1 << 16
+"""Places in which evicted blocks are marked, by the end of their hash: most others are told from
+them by that alone."""
+
+
+class HeldBlocks:
+    """count   blocks that are held"""
+
+    __slots__ = ("_gone", "_gone_blocks", "_runs", "_stored", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._runs: list[bytes] = []
+        self._stored = 0  # blocks in the runs
+        self._gone: list[tuple[int, bytes]] = []  # evicted when so many were stored
+        self._gone_blocks = 0
+
+    def store(self, blocks: Collection[bytes]) -> None:
+        """These are held from now on; none of them was."""
+        if blocks:
+            self.count += len(blocks)
+            self._stored += len(blocks)
+            self._runs.append(_join(blocks))
+
+    def evict(self, blocks: Collection[bytes]) -> None:
+        """These are not held any more; each of them was."""
+        if blocks:
+            self.count -= len(blocks)
+            self._gone.append((self._stored, _join(blocks)))
+            self._gone_blocks += len(blocks)
+            if self._gone_blocks > min(MAX_GONE, max(MIN_GONE, self.count >> 2)):
+                self._take_out()
+
+    def blocks(self) -> list[bytes]:
+        """All that are held, in the order of their storing."""
+        return split_hashes(self._take_out())
+
+    def drop_latest(self, count: int) -> list[bytes]:
+        """Forget the `count` blocks that were stored last; returns them."""
+        runs = self._take_out()
+        self.count -= count
+        self._stored -= count
+        self._runs = [runs[: HASH_BYTES * self.count]]
+        return split_hashes(runs[HASH_BYTES * self.count :])
+
+    def _take_out(self) -> bytes:
+        """Take the evicted ones out; returns all that are held as one run."""
+        runs = b"".join(self._runs)
+        if self._gone:
+            evicted_at: dict[bytes, int] = {}
+            for place, joined in self._gone:
+                evicted_at.update(dict.fromkeys(split_hashes(joined), place))
+            # equal ends are not equal hashes: the marks only tell where to look
+            ends = np.frombuffer(runs, dtype=np.uint16)[HASH_BYTES // 2 - 1 :: HASH_BYTES // 2]
+            gone = np.frombuffer(b"".join(evicted_at), dtype=np.uint16)
+            marks = np.zeros(MARKS, dtype=np.bool_)
+            marks[gone[HASH_BYTES // 2 - 1 :: HASH_BYTES // 2]] = True
+            latest = evicted_at.get
+            out = [
+                place
+                for place in marks[ends].nonzero()[0].tolist()
+                if latest(runs[HASH_BYTES * place : HASH_BYTES * (place + 1)], 0) > place
+            ]
+            kept = np.ones(self._stored, dtype=np.bool_)
+            kept[out] = False
+            runs = np.frombuffer(runs, dtype=f"V{HASH_BYTES}")[kept].tobytes()
+            self._gone.clear()
+            self._gone_blocks = 0
+            self._stored = self.count
+        self._runs = [runs]
+        return runs
+
+
+def _join(blocks: Collection[bytes]) -> bytes:
+    joined = join_hashes(blocks)
+    if len(joined) != HASH_BYTES * len(blocks):
+        raise ValueError(f"block hashes must have {HASH_BYTES} bytes each")
+    return joined
