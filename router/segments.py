@@ -9,7 +9,8 @@ the other, are those of the whole text. Segments are kept in a tree:
                                                        └─ "<|im_start|>user\\nGood day" ── …
 
 Each node has its segment's tokens, the hashes of the blocks that end in it, and the tokens left
-over for the next block.
+over for the next block. Where a chat template writes message by message, a message is a segment
+and its role and content name it: for what is known nothing need be rendered.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from cluster.blocks import hash_blocks
@@ -68,6 +69,11 @@ class Cutter:
         used.sort(key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, used))) if used else None
 
+    def starts(self, text: str) -> bool:
+        """Whether `text` may follow any other without changing its tokens: it is empty, or
+        begins with a boundary token."""
+        return not text or (self._pattern is not None and self._pattern.match(text) is not None)
+
     def cut(self, text: str) -> list[str]:
         """Segments of `text`; each but the first begins with a boundary token."""
         if self._pattern is None:
@@ -95,15 +101,19 @@ class Node(NamedTuple):
     rest: bytes
 
 
-Key = tuple[int, str]
+Name = str | tuple[str, ...]
+"""What tells a segment from others that continue the same text: the segment itself or, of a
+message, role and content."""
+
+Key = tuple[int, Name]
 
 
 class Found(NamedTuple):
-    """A text's known segments, as nodes with their keys, and those to compute."""
+    """A text's known segments, as nodes with their keys, and the names of those to compute."""
 
     path: list[Node]
     keys: list[Key]
-    missing: list[str]
+    missing: Sequence[Name]
 
 
 class SegmentTree:
@@ -118,8 +128,8 @@ class SegmentTree:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def find(self, beginning: str, root: bytes, segments: list[str]) -> Found:
-        """What is known of a text.
+    def find(self, beginning: str, root: bytes, segments: Sequence[Name]) -> Found:
+        """What is known of a text, by the names of its segments.
 
         `beginning` names tokenizer, namespace and whatever else makes equal texts differ; texts
         with the same beginning have the same `root`.
@@ -150,16 +160,20 @@ class SegmentTree:
             if key in nodes:
                 nodes.move_to_end(key)
             else:
-                self._characters += len(key[1]) + NODE_CHARACTERS
+                self._characters += _size(key[1])
             nodes[key] = node
         while self._characters > self._max_characters:
-            (_, text), _ = nodes.popitem(last=False)
-            self._characters -= len(text) + NODE_CHARACTERS
+            (_, name), _ = nodes.popitem(last=False)
+            self._characters -= _size(name)
         return found.path
 
     def _number(self) -> int:
         self._numbers += 1
         return self._numbers
+
+
+def _size(name: Name) -> int:
+    return (len(name) if isinstance(name, str) else sum(map(len, name))) + NODE_CHARACTERS
 
 
 def compute(

@@ -1,6 +1,7 @@
 """Tokens of a text word by word are those of the whole text."""
 
 import json
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from cluster.blocks import pack_tokens, unpack_tokens
-from router.words import MAX_WORD_CHARACTERS, SPLITS, Words, may_be_cut
+from router.words import LEARNED_AT_ONCE, MAX_WORD_CHARACTERS, SPLITS, Words, may_be_cut
 from tests.router.test_segments import CORPUS, TEXTS, tokenizer_of
 
 PROSE = [
@@ -68,7 +69,12 @@ CUT = {pattern[:12]: split_by(pattern) for pattern in sorted(SPLITS)}
 
 
 def words_of(tokenizer: Tokenizer) -> Words:
-    return Words(tokenizer, tokenizer.to_str())
+    return Words(tokenizer, json_of(tokenizer))
+
+
+@cache
+def json_of(tokenizer: Tokenizer) -> str:
+    return tokenizer.to_str()
 
 
 def whole(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -139,3 +145,21 @@ def test_half_a_surrogate_pair_is_no_text():
     words = words_of(tokenizer_of("byte level"))
     with pytest.raises(TypeError):
         words.encode("half a \ud83d pair")
+
+
+def test_words_of_the_vocabulary_are_known_before_anybody_asks():
+    tokenizer = tokenizer_of("smollm2")
+    words = words_of(tokenizer)
+    words.learn(tokenizer.get_vocab(), lambda: False)
+    assert len(words._known) > 10_000
+    assert {" house", " the"} <= words._known.keys()
+    some = list(words._known)[::97]
+    assert [words._known[w] for w in some] == [pack_tokens(whole(tokenizer, w)) for w in some]
+
+
+def test_learning_ends_when_it_is_told_to():
+    tokenizer = tokenizer_of("smollm2")
+    words = words_of(tokenizer)
+    stops = iter([False, True])
+    words.learn(tokenizer.get_vocab(), lambda: next(stops))
+    assert 1 < len(words._known) <= LEARNED_AT_ONCE + 1
