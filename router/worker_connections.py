@@ -45,6 +45,11 @@ class WorkerAnswer:
         self.status = connection.status
         self.headers = connection.headers
 
+    @property
+    def ended(self) -> bool:
+        """Whether all has been read."""
+        return self._connection.read_to_end
+
     async def some(self) -> bytes:
         """What has come since, b"" at the end. Raises WorkerLost."""
         return await self._connection.some()
@@ -170,6 +175,11 @@ class _Connection(asyncio.Protocol):
         """Whether another request can be sent."""
         return not self._lost and not self.transport.is_closing()
 
+    @property
+    def read_to_end(self) -> bool:
+        """Whether the answer is complete and all of it was read."""
+        return self._body is not None and self._body.ended and not self._parts
+
     async def send(self, head: bytes, body: bytes) -> None:
         """Send a request and wait until the head of its answer is there."""
         self._in_use = True
@@ -207,8 +217,7 @@ class _Connection(asyncio.Protocol):
         if self._wake_later is not None:
             self._wake_later.cancel()
             self._wake_later = None
-        complete = self._body is not None and self._body.ended and not self._parts
-        if complete and self._keeps_alive and self.usable:
+        if self.read_to_end and self._keeps_alive and self.usable:
             self.idle_since = time.monotonic()
             self._owner._keep(self)
         else:
