@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -45,6 +46,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
         environment = _environment()
+        self._globals = dict(environment.globals)
         self._special_tokens = dict(special_tokens)
         self._whole = environment.from_string(source)
         parts = _take_apart(environment.parse(source))
@@ -71,9 +73,7 @@ class ChatTemplate:
         fields: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of a chat. Raises whatever a template raises at a client's messages."""
-        return self._whole.render(
-            {**(fields or {}), **self._context(messages), "tools": tools},
-        )
+        return _text(self._whole, {**self._context(messages, fields or {}), "tools": tools})
 
     def part(self, messages: Sequence[Message], place: int) -> str:
         """What the message at `place` adds to the text, whatever follows it.
@@ -83,7 +83,7 @@ class ChatTemplate:
         context = self._context(_Settled(messages, place))
         context |= {self._variable: messages[place], "loop": _Loop(place)}
         try:
-            return self._body.render(context)[self._head_length(context) if place else 0 :]
+            return _text(self._body, context)[self._head_length(context) if place else 0 :]
         except Exception as error:
             raise NotByMessage from error
 
@@ -93,20 +93,33 @@ class ChatTemplate:
             return self._fixed_tail
         context = self._context(_Settled(messages, len(messages) - 1))
         try:
-            return self._tail.render(context)[self._head_length(context) :]
+            return _text(self._tail, context)[self._head_length(context) :]
         except Exception as error:
             raise NotByMessage from error
 
-    def _head_length(self, context: Mapping[str, Any]) -> int:
-        return len(self._head.render(context)) if self._has_head else 0
+    def _head_length(self, context: dict[str, Any]) -> int:
+        return len(_text(self._head, context)) if self._has_head else 0
 
-    def _context(self, messages: object) -> dict[str, Any]:
+    def _context(
+        self, messages: object, fields: Mapping[str, Any] = types.MappingProxyType({})
+    ) -> dict[str, Any]:
         return {
+            **self._globals,
+            **fields,
             **self._special_tokens,
             "messages": messages,
             "tools": None,
             "add_generation_prompt": True,
         }
+
+
+def _text(template: jinja2.Template, variables: dict[str, Any]) -> str:
+    """As `template.render`, for variables that hold the environment's globals too: merging
+    these for every message would take longer than most templates."""
+    try:
+        return "".join(template.root_render_func(template.new_context(variables, shared=True)))
+    except Exception:
+        template.environment.handle_exception()
 
 
 class _Settled:

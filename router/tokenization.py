@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
@@ -295,6 +296,7 @@ class Tokenization:
         )
 
 
+@lru_cache(maxsize=KEPT_ROOTS)
 def _beginning(namespace: Namespace, root: bytes, kind: str) -> str:
     return f"{namespace.tokenizer} {namespace.block_size} {root.hex()} {kind}"
 

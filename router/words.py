@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -65,12 +66,15 @@ class Words:
             return self._whole(text)
         pieces = _PIECE.findall(text)
         known = self._known  # another thread may put a new one in its place
-        missing = set(pieces).difference(known)
-        if not missing:
-            return b"".join(map(known.__getitem__, pieces))
+        packed = list(map(known.get, pieces))
+        if None not in packed:
+            return b"".join(packed)  # type: ignore[arg-type]
+        missing = {
+            piece for piece, known_as in zip(pieces, packed, strict=True) if known_as is None
+        }
         if len(known) + len(missing) > MAX_WORDS:
-            known = self._known = {"": b""}
-            missing = set(pieces)
+            self._known = {"": b""}
+            known, missing = self._known, set(pieces)
         return self._learn(known, pieces, missing)
 
     def learn(self, vocabulary: Iterable[str], stop: Callable[[], bool]) -> None:
@@ -97,7 +101,8 @@ class Words:
         return b"".join([new.get(piece) or known[piece] for piece in pieces])
 
     def _whole(self, text: str) -> bytes:
-        return pack_tokens(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return struct.pack(f"<{len(ids)}I", *ids) if len(ids) < 16 else pack_tokens(ids)
 
 
 def may_be_cut(tokenizer_json: str) -> bool:
