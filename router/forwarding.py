@@ -6,7 +6,6 @@ worker's status says concerns this request only: no status keeps a worker from t
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 
@@ -168,8 +167,9 @@ class Forwarder:
     async def _post(self, placement: Placement, body: bytes) -> WorkerAnswer:
         settings, worker = self._settings, placement.worker
         try:
-            async with asyncio.timeout(settings.first_byte_timeout_s):
-                return await self._workers.post(placement.address, "/generate", body)
+            return await self._workers.post(
+                placement.address, "/generate", body, settings.first_byte_timeout_s
+            )
         except WorkerUnreachable as error:
             self._dispatcher.fleet.suspect(worker)
             raise _TryElsewhere(

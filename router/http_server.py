@@ -65,6 +65,7 @@ class HttpServer:
         self.max_body_bytes = max_body_bytes
         self.connections: set[_Connection] = set()
         self.closing = False
+        self._last_gone: asyncio.Future[None] | None = None
         self._listening: asyncio.Server
         self._sweeping: asyncio.TimerHandle
 
@@ -94,7 +95,16 @@ class HttpServer:
             await asyncio.gather(*late, return_exceptions=True)
         for connection in list(self.connections):
             connection.transport.abort()
+        if self.connections:
+            self._last_gone = asyncio.get_running_loop().create_future()
+            await self._last_gone
         await self._listening.wait_closed()
+
+    def lost(self, connection: _Connection) -> None:
+        """The connection has ended."""
+        self.connections.discard(connection)
+        if self._last_gone is not None and not self.connections and not self._last_gone.done():
+            self._last_gone.set_result(None)
 
     def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
@@ -160,7 +170,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost = True
-        self._server.connections.discard(self)
+        self._server.lost(self)
         self._waiting.clear()
         self.resume_writing()
         if self.task is not None:
@@ -228,6 +238,9 @@ class _Connection(asyncio.Protocol):
             parser.get_http_version(),
             parser.should_keep_alive(),
         )
+        if request.version not in ("1.0", "1.1"):
+            self._give_up(f"it is HTTP/{request.version}", 505)
+            return
         length = self.headers.get("content-length", "")
         server = self._server
         server.admit(request)
