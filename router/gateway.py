@@ -286,9 +286,12 @@ class Gateway:
         """The prompt as the model's workers know it, and their context in tokens."""
         while True:
             group = self._group(asked.model)
-            cards = [self.fleet.at(int(slot)).card for slot in group.slots]
-            encoder = await self._tokenization.encoder(cards)
-            prompt = await self._tokenization.prompt(asked, encoder, cards[0].namespace)
+            namespace = self.fleet.at(int(group.slots[0])).card.namespace
+            encoder = self._tokenization.known_encoder(namespace)
+            if encoder is None:
+                cards = [self.fleet.at(int(slot)).card for slot in group.slots]
+                encoder = await self._tokenization.encoder(cards)
+            prompt = await self._tokenization.prompt(asked, encoder, namespace)
             now = self._group(asked.model)
             if now.reference is not None and now.reference.namespace == prompt.namespace:
                 return prompt, now.context_tokens

@@ -165,6 +165,13 @@ class Tokenization:
         self._closing.set()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
+    def known_encoder(self, namespace: Namespace) -> Encoder | None:
+        """The encoder for workers of this namespace, where it was fetched already."""
+        encoder = self._encoders.get(namespace.tokenizer)
+        if encoder is not None:
+            self._encoders.move_to_end(namespace.tokenizer)
+        return encoder
+
     async def encoder(self, cards: Sequence[WorkerCard]) -> Encoder:
         """The encoder for workers that share one namespace.
 

@@ -2,12 +2,12 @@
 
 Byte-level BPE first splits a text with a regular expression, into words above all, and merges
 within each split only. The expressions in use agree that a split begins at a space before a
-letter, whatever precedes it, and that one ends where letters are followed by white space or a
-punctuation mark. So a text may be cut there, and the tokens of its pieces, one after the
-other, are its tokens. Texts repeat their words: nearly all pieces are known, and
-looking them up takes a tenth of the time of tokenising them. The words that are one token each,
-which are the most frequent ones, are tokenised before anybody sends them. Tokenizers of other
-kinds get whole texts.
+letter, whatever precedes it, that one ends where letters are followed by white space or a
+punctuation mark, and that a single line break ends one before a letter. So a text may be cut
+there, and the tokens of its pieces, one after the other, are its tokens. Texts repeat their
+words: nearly all pieces are known, and looking them up takes a tenth of the time of tokenising
+them. The words that are one token each, which are the most frequent ones, are tokenised before
+anybody sends them. Tokenizers of other kinds get whole texts.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ SPLITS = frozenset(
 )
 """Expressions whose splits begin at a space before a letter, and end at the end of a word."""
 
-_PIECE = re.compile(r" ?[A-Za-z]+(?=[ \n.,:;?!]|\Z)| ?[^ ]*(?: (?![A-Za-z])[^ ]*)*")
-"""A word, or what stands before the next space and letter."""
+_PIECE = re.compile(
+    r" ?[A-Za-z]+(?=[ \n.,:;?!<]|\Z)| ?[^ \n]*\S\n(?=[A-Za-z])| ?[^ ]*(?: (?![A-Za-z])[^ ]*)*"
+)
+"""A word, the end of a line before a letter, or what stands before the next space and letter."""
 
-_CUT = re.compile(r"(?<!\A) [A-Za-z]|[A-Za-z][ \n.,:;?!]")
+_CUT = re.compile(r"(?<!\A) [A-Za-z]|[A-Za-z][ \n.,:;?!<]|\S\n[A-Za-z]")
 
 
 class Words:

@@ -38,11 +38,21 @@ PROSE = [
     "word.Word",
     "word,\u0301 word",
     "word\n",
+    "word\nWord",
+    ".\nword",
+    "\n\nword",
+    "x \nword",
+    "\r\nword",
+    "1\na",
+    "\u00a0\na",
+    "<|im_start|>user\nword",
+    "word<word",
+    " word<|im_end|>\n",
     "word  1",
     "e\u0327",
 ]
 texts = st.lists(
-    st.one_of(st.sampled_from(PROSE), st.text(max_size=8), st.text(" ab\n.,'1é", max_size=8)),
+    st.one_of(st.sampled_from(PROSE), st.text(max_size=8), st.text(" ab\n.,'1é<", max_size=8)),
     max_size=12,
 ).map("".join)
 
@@ -108,6 +118,8 @@ def test_tokenizers_of_other_kinds_get_whole_texts(kind):
     [
         AddedToken("good day", normalized=False),
         AddedToken("<a.b>", normalized=False),
+        AddedToken("a<b", normalized=False),
+        AddedToken(".\na", normalized=False),
         AddedToken("<a>", rstrip=True),
         AddedToken("<a>", lstrip=True),
         AddedToken("go", single_word=True),
