@@ -341,6 +341,11 @@ def card_problem(card: WorkerCard, secret: bytes) -> str:
     """Why a router with this secret cannot use the worker, in words; "" where it can."""
     if card.version != PROTOCOL_VERSION:
         return _wrong_version(card.version)
+    if not card.address.startswith("http://"):
+        return (
+            f"its address is {card.address!r}, but routers speak plain HTTP to workers: announce "
+            "it as http://HOST:PORT, and leave encryption to the network between them"
+        )
     if card.namespace.check(secret) != card.namespace_check:
         return (
             "its block hashes differ from this router's: worker and router have different "

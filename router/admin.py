@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import aiohttp
 import msgspec
-from aiohttp import web
 
 from cluster.protocol import RequestError, WorkerState
 from router.dispatch import Dispatcher
-from router.edge import json_response
+from router.edge import Route, json_response
 from router.fleet import Fleet
+from router.http_messages import Request, Response
 from router.metrics import BusStatus
 from router.policies import PolicyError, available, parse_policy
 from router.shadow import ShadowView
@@ -122,24 +122,24 @@ class Admin:
         self._changed = asyncio.Event()
         fleet.listener = self._changed.set
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[Route]:
         """What to serve."""
         return [
-            web.get("/admin/policy", self.get_policy),
-            web.post("/admin/policy", self.set_policy),
-            web.post("/admin/flush", self.flush),
-            web.get("/admin/fleet", self.get_fleet),
-            web.get("/admin/shadow", self.get_shadow),
+            Route("GET", "/admin/policy", self.get_policy),
+            Route("POST", "/admin/policy", self.set_policy),
+            Route("POST", "/admin/flush", self.flush),
+            Route("GET", "/admin/fleet", self.get_fleet),
+            Route("GET", "/admin/shadow", self.get_shadow),
         ]
 
-    async def get_policy(self, request: web.Request) -> web.Response:
+    async def get_policy(self, request: Request) -> Response:
         return json_response(
             PolicyAnswer(policy=self._dispatcher.policy.name, available=available())
         )
 
-    async def set_policy(self, request: web.Request) -> web.Response:
+    async def set_policy(self, request: Request) -> Response:
         try:
-            change = msgspec.json.decode(await request.read(), type=PolicyChange)
+            change = msgspec.json.decode(request.body, type=PolicyChange)
             self._dispatcher.policy = parse_policy(change.policy)
         except msgspec.MsgspecError as error:
             raise RequestError(
@@ -149,7 +149,7 @@ class Admin:
             raise RequestError(str(error), param="policy", code="unknown_policy") from error
         return await self.get_policy(request)
 
-    async def flush(self, request: web.Request) -> web.Response:
+    async def flush(self, request: Request) -> Response:
         """Flush every worker, and wait until this gateway's index knows it."""
         try:
             async with asyncio.timeout(FLUSH_TIMEOUT_S):
@@ -178,10 +178,10 @@ class Admin:
             ) from error
         return json_response(FlushAnswer(epochs))
 
-    async def get_fleet(self, request: web.Request) -> web.Response:
+    async def get_fleet(self, request: Request) -> Response:
         return json_response(self.view())
 
-    async def get_shadow(self, request: web.Request) -> web.Response:
+    async def get_shadow(self, request: Request) -> Response:
         return json_response(ShadowAnswer(arms=self._dispatcher.shadows.views()))
 
     def view(self) -> FleetView:

@@ -1,4 +1,5 @@
-"""The gateway's edge: who may ask, and how every failure becomes an OpenAI error object."""
+"""The gateway's edge: which handler answers, who may ask, and how every failure becomes an
+OpenAI error object."""
 
 from __future__ import annotations
 
@@ -6,123 +7,154 @@ import asyncio
 import hmac
 import ipaddress
 import logging
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
-from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 
 from cluster.protocol import RequestError
 from cluster.settings import GatewaySettings
-from router.forwarding import ClientGone
-from router.metrics import Metrics
+from router.http_messages import ClientGone, Handler, Request, Response
+from router.metrics import RequestCounts
 
 log = logging.getLogger(__name__)
 
 CLIENT_GONE_STATUS = 499
 RETRY_AFTER_S = 1
+ARGUMENT = "{"
+"""Where a path's argument begins, as in "/v1/models/{model}"; it is the whole rest of a path."""
 
-STARTED: web.RequestKey[bool] = web.RequestKey("started", bool)
-"""Set on a request once the first bytes of its answer are out."""
+_JSON = {"Content-Type": "application/json"}
 
 
-def json_response(
-    value: object, status: int = 200, headers: dict[str, str] | None = None
-) -> web.Response:
+class Route(NamedTuple):
+    """`handler` answers `method` at `path`."""
+
+    method: str
+    path: str
+    handler: Handler
+
+
+def json_response(value: object, status: int = 200) -> Response:
     """A JSON answer."""
-    return web.Response(
-        body=msgspec.json.encode(value),
-        status=status,
-        headers=headers,
-        content_type="application/json",
-    )
+    return Response(msgspec.json.encode(value), status, _JSON)
 
 
-def error_response(error: RequestError) -> web.Response:
+def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
     """The OpenAI error object; 429 and 503 say when to come back."""
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else None
-    return web.Response(
-        body=error.body(), status=error.status, headers=headers, content_type="application/json"
-    )
+    retry = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else {}
+    return Response(error.body(), error.status, {**_JSON, **retry, **(headers or {})})
 
 
-async def mark_started(request: web.Request, response: web.StreamResponse) -> None:
-    """Signal handler: from here on no other answer can be given."""
-    request[STARTED] = True
+class Edge:
+    """Finds handlers, asks for keys, and counts requests by endpoint and status.
 
+    endpoint "none": no such path or method
+    """
 
-def errors(settings: GatewaySettings, metrics: Metrics) -> Middleware:
-    """Outermost middleware: answers every failure, and counts requests by status."""
+    def __init__(self, settings: GatewaySettings, requests: RequestCounts) -> None:
+        self._settings = settings
+        self._requests = requests
+        self._endpoints: dict[str, dict[str, Handler]] = {}
 
-    @web.middleware
-    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    def add(self, routes: Sequence[Route]) -> None:
+        """Answer these too."""
+        for route in routes:
+            self._endpoints.setdefault(route.path, {})[route.method] = route.handler
+
+    def admit(self, request: Request) -> None:
+        """Set the request's handler, or why it is refused."""
+        missing = self._find(request)
+        try:
+            self._authenticate(request)
+        except RequestError as error:
+            request.refusal = error
+            return
+        coding = request.headers.get("content-encoding", "identity")
+        if coding != "identity":
+            missing = missing or RequestError(
+                f"a body in the coding {coding!r} cannot be read: send it as it is",
+                status=415,
+                code="unsupported_coding",
+            )
+        request.refusal = missing
+
+    async def answer(self, request: Request) -> Response | None:
+        """Answer, whatever happens; None where a stream was the answer."""
         status = 500
         try:
-            response = await _answer(request, handler, settings)
-            status = response.status
+            response = await self._answer(request)
+            status = 200 if response is None else response.status
             return response
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, ClientGone):
             status = CLIENT_GONE_STATUS
             raise
-        except ClientGone as gone:
-            status = CLIENT_GONE_STATUS
-            return gone.response
         finally:
-            route = request.match_info.route.resource
-            endpoint = route.canonical if route is not None else "none"
-            metrics.requests.labels(endpoint, str(status)).inc()
+            self._requests.note(request.endpoint, status)
 
-    return middleware
-
-
-async def _answer(
-    request: web.Request, handler: Handler, settings: GatewaySettings
-) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except RequestError as error:
-        return error_response(error)
-    except web.HTTPRequestEntityTooLarge:
-        return error_response(body_too_large(settings.max_body_bytes))
-    except web.HTTPMethodNotAllowed as error:
-        allowed = ", ".join(sorted(error.allowed_methods))
-        answer = error_response(
-            RequestError(
-                f"{request.path} does not take {request.method}: send {allowed}",
-                status=405,
-                code="method_not_allowed",
+    async def _answer(self, request: Request) -> Response | None:
+        try:
+            if request.refusal is not None:
+                raise request.refusal
+            assert request.handler is not None
+            return await request.handler(request)
+        except RequestError as error:
+            return error_response(error, {"Allow": request.allowed} if request.allowed else None)
+        except ClientGone:
+            raise
+        except Exception:
+            log.exception("%s %s failed", request.method, request.path)
+            if request.stream is not None and request.stream.started:
+                return None
+            return error_response(
+                RequestError(
+                    "the gateway failed at this request; its log says why",
+                    status=500,
+                    type="server_error",
+                    code="internal_error",
+                )
             )
-        )
-        answer.headers["Allow"] = allowed
-        return answer
-    except web.HTTPNotFound:
-        return error_response(
-            RequestError(
-                f"there is no {request.path} here: send to /v1/chat/completions, "
+
+    def _find(self, request: Request) -> RequestError | None:
+        """Set handler and endpoint, or say why there are none."""
+        path, method = request.path, "GET" if request.method == "HEAD" else request.method
+        endpoint = path if path in self._endpoints else self._with_argument(request)
+        methods = self._endpoints.get(endpoint)
+        if methods is None:
+            return RequestError(
+                f"there is no {path} here: send to /v1/chat/completions, "
                 "/v1/completions or /v1/models",
                 status=404,
                 code="unknown_url",
             )
-        )
-    except web.HTTPException as error:
-        return error_response(RequestError(error.reason, status=error.status))
-    except (web.RequestPayloadError, aiohttp.http_exceptions.BadHttpMessage) as error:
-        return error_response(RequestError(f"the body cannot be read: {error}"))
-    except (asyncio.CancelledError, ClientGone):
-        raise
-    except Exception:
-        log.exception("%s %s failed", request.method, request.path)
-        if request.get(STARTED, False):
-            raise
-        return error_response(
-            RequestError(
-                "the gateway failed at this request; its log says why",
-                status=500,
-                type="server_error",
-                code="internal_error",
+        if method not in methods:
+            request.allowed = ", ".join(sorted(methods))
+            return RequestError(
+                f"{path} does not take {method}: send {request.allowed}",
+                status=405,
+                code="method_not_allowed",
             )
-        )
+        request.endpoint, request.handler = endpoint, methods[method]
+        return None
+
+    def _with_argument(self, request: Request) -> str:
+        """The endpoint that takes the rest of the request's path as its argument, "" for none."""
+        for endpoint in self._endpoints:
+            fixed, argument, _ = endpoint.partition(ARGUMENT)
+            if argument and request.path.startswith(fixed) and request.path != fixed:
+                request.argument = request.path.removeprefix(fixed)
+                return endpoint
+        return ""
+
+    def _authenticate(self, request: Request) -> None:
+        """Asks `/v1` for the API key and `/admin` for the admin key."""
+        settings = self._settings
+        if settings.api_key and request.path.startswith("/v1/"):
+            if not _bearer_is(request, settings.api_key):
+                raise _unauthorised("API")
+        elif request.path.startswith("/admin/"):
+            _admit_admin(request, settings.admin_key)
 
 
 def body_too_large(limit_bytes: int) -> RequestError:
@@ -134,22 +166,12 @@ def body_too_large(limit_bytes: int) -> RequestError:
     )
 
 
-def authentication(settings: GatewaySettings) -> Middleware:
-    """Asks `/v1` for the API key and `/admin` for the admin key."""
-
-    @web.middleware
-    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path.startswith("/v1/") and settings.api_key:
-            if not _bearer_is(request, settings.api_key):
-                raise _unauthorised("API")
-        elif request.path.startswith("/admin/"):
-            _admit_admin(request, settings.admin_key)
-        return await handler(request)
-
-    return middleware
+def malformed(reason: str, status: int) -> RequestError:
+    """The refusal of what is no HTTP, or too long for it."""
+    return RequestError(f"the request cannot be read: {reason}", status=status, code="bad_request")
 
 
-def _admit_admin(request: web.Request, key: str) -> None:
+def _admit_admin(request: Request, key: str) -> None:
     """With a key, whoever has it; without one, clients on this machine.
 
     A request that came through a proxy may be anybody's, and one that a web page of another
@@ -159,9 +181,10 @@ def _admit_admin(request: web.Request, key: str) -> None:
         if not _bearer_is(request, key):
             raise _unauthorised("admin")
         return
-    proxied = "X-Forwarded-For" in request.headers or "Forwarded" in request.headers
-    origin = request.headers.get("Origin")
-    foreign = origin is not None and urlsplit(origin).netloc != request.host
+    headers = request.headers
+    proxied = "x-forwarded-for" in headers or "forwarded" in headers
+    origin = headers.get("origin")
+    foreign = origin is not None and urlsplit(origin).netloc != headers.get("host")
     if proxied or foreign or not _is_local(request.remote):
         raise RequestError(
             "without an admin key, /admin is open to clients on the gateway's machine only: set "
@@ -172,16 +195,16 @@ def _admit_admin(request: web.Request, key: str) -> None:
         )
 
 
-def _is_local(remote: str | None) -> bool:
+def _is_local(remote: str) -> bool:
     try:
-        return ipaddress.ip_address((remote or "").partition("%")[0]).is_loopback
+        return ipaddress.ip_address(remote.partition("%")[0]).is_loopback
     except ValueError:
         return False
 
 
-def _bearer_is(request: web.Request, key: str) -> bool:
+def _bearer_is(request: Request, key: str) -> bool:
     """Compares in constant time."""
-    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
     given = token.strip().encode("utf-8", "surrogateescape")
     return hmac.compare_digest(given, key.encode()) and scheme.lower() == "bearer"
 

@@ -6,12 +6,10 @@ worker's status says concerns this request only: no status keeps a worker from t
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 
 import msgspec
-from aiohttp import web
 
 from cluster.protocol import (
     HEADER_HIT_TOKENS,
@@ -27,6 +25,7 @@ from cluster.protocol import (
 from cluster.settings import GatewaySettings
 from router.admission import Admission
 from router.dispatch import Dispatcher, Placement
+from router.http_messages import Request, Response
 from router.metrics import Metrics
 from router.tokenization import Prompt
 from router.worker_connections import (
@@ -39,6 +38,7 @@ from router.worker_connections import (
 log = logging.getLogger(__name__)
 
 EVENT_END = b"\n\n"
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 SERVICE_UNAVAILABLE = "service_unavailable"
 
 
@@ -49,14 +49,6 @@ class _TryElsewhere(Exception):
         super().__init__(reason)
         self.reason = reason
         self.error = error
-
-
-class ClientGone(Exception):
-    """The client closed its connection while its answer was being written."""
-
-    def __init__(self, response: web.StreamResponse) -> None:
-        super().__init__("the client is gone")
-        self.response = response
 
 
 class EventBuffer:
@@ -101,9 +93,10 @@ class Forwarder:
         self._metrics = metrics
 
     async def forward(
-        self, client: web.Request, generate: GenerateRequest, prompt: Prompt, arrived: float
-    ) -> web.StreamResponse:
-        """Answer `client` from a worker. Raises RequestError where none can serve.
+        self, client: Request, generate: GenerateRequest, prompt: Prompt, arrived: float
+    ) -> Response | None:
+        """Answer `client` from a worker: a whole answer is returned, a stream is written and
+        ended. Raises RequestError where none can serve.
 
         `arrived` is `time.perf_counter()` at the request's arrival. When the client goes away
         the server cancels this call; the worker's connection is closed at once, which cancels
@@ -138,13 +131,13 @@ class Forwarder:
 
     async def _attempt(
         self,
-        client: web.Request,
+        client: Request,
         generate: GenerateRequest,
         body: bytes,
         prompt: Prompt,
         placement: Placement,
         arrived: float,
-    ) -> web.StreamResponse:
+    ) -> Response | None:
         upstream = await self._post(placement, body)
         try:
             if upstream.status != 200:
@@ -165,16 +158,18 @@ class Forwarder:
             self._count(prompt, placement, upstream, arrived)
             self._dispatcher.shadows.began(generate.request_id)
             if not generate.stream:
-                return web.Response(body=first, headers=headers)
-            return await self._stream(client, upstream, first, headers, placement.worker)
+                return Response(first, headers=headers)
+            await self._relay(upstream, first, client, headers, placement.worker)
+            return None
         finally:
             upstream.close()
 
     async def _post(self, placement: Placement, body: bytes) -> WorkerAnswer:
         settings, worker = self._settings, placement.worker
         try:
-            async with asyncio.timeout(settings.first_byte_timeout_s):
-                return await self._workers.post(placement.address, "/generate", body)
+            return await self._workers.post(
+                placement.address, "/generate", body, settings.first_byte_timeout_s
+            )
         except WorkerUnreachable as error:
             self._dispatcher.fleet.suspect(worker)
             raise _TryElsewhere(
@@ -197,48 +192,32 @@ class Forwarder:
         except WorkerLost as error:
             raise _dropped(worker, error) from error
 
-    async def _stream(
-        self,
-        client: web.Request,
-        upstream: WorkerAnswer,
-        first: bytes,
-        headers: dict[str, str],
-        worker: str,
-    ) -> web.StreamResponse:
-        """Write each chunk as it comes. From here on a failure is an event in the stream."""
-        response = web.StreamResponse(
-            headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        )
-        try:
-            await response.prepare(client)
-            await self._relay(upstream, first, response, worker)
-            await response.write_eof()
-        except ConnectionResetError as error:
-            raise ClientGone(response) from error
-        return response
-
     async def _relay(
         self,
         upstream: WorkerAnswer,
         first: bytes,
-        response: web.StreamResponse,
+        client: Request,
+        headers: dict[str, str],
         worker: str,
     ) -> None:
+        """Write each chunk as it comes. From here on a failure is an event in the stream."""
+        stream = client.begin({**headers, **STREAM_HEADERS})
         events = EventBuffer()
         chunk = first
         while chunk:
             whole = events.feed(chunk)
-            if whole:
-                await response.write(whole)
+            if upstream.ended:
+                stream.end(whole + events.rest())
+                return
+            await stream.write(whole)
             try:
                 chunk = await upstream.some()
             except WorkerLost as error:
                 self._metrics.broken_streams.inc()
                 lost = _dropped(worker, error).error
-                await response.write(b"data: " + lost.body() + EVENT_END)
+                stream.end(b"data: " + lost.body() + EVENT_END)
                 return
-        if events.rest():
-            await response.write(events.rest())
+        stream.end(events.rest())
 
     def _count(
         self,
@@ -247,19 +226,17 @@ class Forwarder:
         upstream: WorkerAnswer,
         arrived: float,
     ) -> None:
-        metrics = self._metrics
-        metrics.first_byte_seconds.observe(time.perf_counter() - arrived)
-        metrics.prompt_tokens.inc(prompt.tokens)
-        metrics.predicted_hit_tokens.inc(placement.predicted_hit_tokens)
         told = upstream.headers.get(HEADER_HIT_TOKENS, "0")
-        hit = int(told) if told.isdecimal() else 0
-        metrics.hit_tokens.inc(hit)
-        best = int(placement.candidates.hit_tokens.max())
-        metrics.regret_tokens.inc(max(0, best - hit))
-        metrics.overestimated_tokens.inc(max(0, placement.predicted_hit_tokens - hit))
+        self._metrics.answers.note(
+            first_byte_s=time.perf_counter() - arrived,
+            prompt=prompt.tokens,
+            predicted=placement.predicted_hit_tokens,
+            hit=int(told) if told.isdecimal() else 0,
+            best_hit=int(placement.candidates.hit_tokens.max()),
+        )
 
 
-async def _refusal(upstream: WorkerAnswer, worker: str) -> web.Response:
+async def _refusal(upstream: WorkerAnswer, worker: str) -> Response:
     """Pass a 4xx on as it is; raise _TryElsewhere for 429 and 5xx."""
     try:
         body = await upstream.read()
@@ -267,11 +244,8 @@ async def _refusal(upstream: WorkerAnswer, worker: str) -> web.Response:
         raise _dropped(worker, error) from error
     status = upstream.status
     if status != 429 and status < 500:
-        return web.Response(
-            status=status,
-            body=body,
-            headers={"Content-Type": upstream.headers.get("content-type", "application/json")},
-        )
+        kind = upstream.headers.get("content-type", "application/json")
+        return Response(body, status, {"Content-Type": kind})
     reason = {429: "full", 503: "unavailable"}.get(status, "failed")
     try:
         told = msgspec.json.decode(body, type=ErrorAnswer).error

@@ -13,7 +13,6 @@ from typing import Literal, Protocol
 
 import aiohttp
 import msgspec
-from aiohttp import web
 from prometheus_client import Gauge
 
 from cluster.protocol import GenerateRequest, ModelInfo, RequestError, WorkerCard, pool_token
@@ -21,9 +20,11 @@ from cluster.settings import Settings
 from router.admin import Admin
 from router.admission import Admission
 from router.dispatch import Dispatcher
-from router.edge import authentication, body_too_large, errors, json_response, mark_started
+from router.edge import Edge, Route, body_too_large, json_response, malformed
 from router.fleet import Fleet
 from router.forwarding import SERVICE_UNAVAILABLE, Forwarder
+from router.http_messages import Request, Response
+from router.http_server import HttpServer
 from router.member import ModelGroup
 from router.metrics import BusStatus, Metrics
 from router.openai_api import ApiRequest, parse_chat, parse_completion, parse_either
@@ -125,7 +126,7 @@ class Gateway:
         self._workers: WorkerConnections
         self._tokenization: Tokenization
         self._forwarder: Forwarder
-        self._runner: web.AppRunner
+        self._server: HttpServer
 
     def _more_metrics(self) -> None:
         registry, index = self.metrics.registry, self.fleet.index
@@ -170,25 +171,20 @@ class Gateway:
         )
         self._following = asyncio.create_task(self._follower.run(), name="bus follower")
         self._cleanup.push_async_callback(self._stop_following, self._following)
-        self._runner = web.AppRunner(
-            self._app(),
-            handler_cancellation=True,
-            access_log=None,
-            shutdown_timeout=self._drain_s,
+        edge = self._edge()
+        self._server = HttpServer(
+            admit=edge.admit,
+            answer=edge.answer,
+            malformed=malformed,
+            too_large=body_too_large(settings.max_body_bytes),
+            max_body_bytes=settings.max_body_bytes,
         )
-        await self._runner.setup()
-        self._cleanup.push_async_callback(self._runner.cleanup)
-        await web.TCPSite(self._runner, settings.host, settings.port).start()
-        host, port = self._runner.addresses[0][:2]
+        host, port = await self._server.start(settings.host, settings.port)
+        self._cleanup.push_async_callback(self._server.stop, self._drain_s)
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    def _app(self) -> web.Application:
-        settings = self.settings.gateway
-        app = web.Application(
-            client_max_size=settings.max_body_bytes,
-            middlewares=[errors(settings, self.metrics), authentication(settings)],
-        )
-        app.on_response_prepare.append(mark_started)
+    def _edge(self) -> Edge:
+        edge = Edge(self.settings.gateway, self.metrics.requests)
         admin = Admin(
             self.settings.pool,
             self.fleet,
@@ -196,21 +192,21 @@ class Gateway:
             self._session,
             lambda: self._follower.status,
         )
-        app.add_routes(
+        edge.add(
             [
-                web.post("/v1/chat/completions", self._chat),
-                web.post("/v1/completions", self._completion),
-                web.get("/v1/models", self._models),
-                web.get("/v1/models/{model:.+}", self._model),
-                web.get("/health", self._health),
-                web.get("/ready", self._ready),
-                web.get("/metrics", self._metrics),
-                web.post("/admin/explain", self._explain),
+                Route("POST", "/v1/chat/completions", self._chat),
+                Route("POST", "/v1/completions", self._completion),
+                Route("GET", "/v1/models", self._models),
+                Route("GET", "/v1/models/{model}", self._model),
+                Route("GET", "/health", self._health),
+                Route("GET", "/ready", self._ready),
+                Route("GET", "/metrics", self._metrics),
+                Route("POST", "/admin/explain", self._explain),
                 *admin.routes(),
                 *WorkerAdmin(self.fleet, self._session).routes(),
             ]
         )
-        return app
+        return edge
 
     def _redis_follower(self, fleet: Fleet) -> BusFollower:
         from cluster.follower import Follower
@@ -241,17 +237,17 @@ class Gateway:
                 raise ValueError(f"/model answered with status {answer.status}")
             return msgspec.json.decode(await answer.read(), type=ModelInfo)
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _chat(self, request: Request) -> Response | None:
         return await self._generate(request, parse_chat)
 
-    async def _completion(self, request: web.Request) -> web.StreamResponse:
+    async def _completion(self, request: Request) -> Response | None:
         return await self._generate(request, parse_completion)
 
     async def _generate(
-        self, request: web.Request, parse: Callable[[bytes], ApiRequest]
-    ) -> web.StreamResponse:
+        self, request: Request, parse: Callable[[bytes], ApiRequest]
+    ) -> Response | None:
         arrived = time.perf_counter()
-        asked = parse(await self._body(request))
+        asked = parse(request.body)
         prompt, context_tokens = await self._prompt(asked)
         room = context_tokens - prompt.tokens
         if room < 1:
@@ -280,25 +276,22 @@ class Gateway:
         finally:
             self.dispatcher.shadows.ended(generate.request_id)
 
-    async def _explain(self, request: web.Request) -> web.Response:
+    async def _explain(self, request: Request) -> Response:
         """Decide as for a chat or completion with this body, without sending it."""
-        asked = parse_either(await self._body(request))
+        asked = parse_either(request.body)
         prompt, _ = await self._prompt(asked)
         return json_response(self.dispatcher.explain(asked.model, asked.kind, prompt))
-
-    async def _body(self, request: web.Request) -> bytes:
-        limit = self.settings.gateway.max_body_bytes
-        if request.content_length is not None and request.content_length > limit:
-            raise body_too_large(limit)
-        return await request.read()
 
     async def _prompt(self, asked: ApiRequest) -> tuple[Prompt, int]:
         """The prompt as the model's workers know it, and their context in tokens."""
         while True:
             group = self._group(asked.model)
-            cards = [self.fleet.at(int(slot)).card for slot in group.slots]
-            encoder = await self._tokenization.encoder(cards)
-            prompt = await self._tokenization.prompt(asked, encoder, cards[0].namespace)
+            namespace = self.fleet.at(int(group.slots[0])).card.namespace
+            encoder = self._tokenization.known_encoder(namespace)
+            if encoder is None:
+                cards = [self.fleet.at(int(slot)).card for slot in group.slots]
+                encoder = await self._tokenization.encoder(cards)
+            prompt = await self._tokenization.prompt(asked, encoder, namespace)
             now = self._group(asked.model)
             if now.reference is not None and now.reference.namespace == prompt.namespace:
                 return prompt, now.context_tokens
@@ -325,11 +318,11 @@ class Gateway:
             )
         return group
 
-    async def _models(self, request: web.Request) -> web.Response:
+    async def _models(self, request: Request) -> Response:
         return json_response(ModelList(data=[self._entry(name) for name in self.fleet.models()]))
 
-    async def _model(self, request: web.Request) -> web.Response:
-        name = request.match_info["model"]
+    async def _model(self, request: Request) -> Response:
+        name = request.argument
         self._group(name)
         return json_response(self._entry(name))
 
@@ -341,18 +334,16 @@ class Gateway:
             max_model_len=group.context_tokens if group is not None else 0,
         )
 
-    async def _health(self, request: web.Request) -> web.Response:
+    async def _health(self, request: Request) -> Response:
         return json_response({"status": "ok"})
 
-    async def _ready(self, request: web.Request) -> web.Response:
+    async def _ready(self, request: Request) -> Response:
         view = self.readiness()
         return json_response(view, status=200 if view.ready else 503)
 
-    async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(
-            body=self.metrics.text(),
-            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
-        )
+    async def _metrics(self, request: Request) -> Response:
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return Response(self.metrics.text(), headers={"Content-Type": kind})
 
     def readiness(self) -> ReadyView:
         """Whether requests can be served by prefix, and in words why not."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -60,12 +60,8 @@ class Metrics:
     ) -> None:
         self.registry = CollectorRegistry()
         registry = self.registry
-        self.requests = Counter(
-            "stemroute_requests",
-            "Requests answered, by endpoint and HTTP status; 499: the client went away",
-            ["endpoint", "status"],
-            registry=registry,
-        )
+        self.requests = RequestCounts()
+        registry.register(self.requests)
         self.retries = Counter(
             "stemroute_retries",
             "Attempts at a worker that failed before anything was sent to the client",
@@ -77,37 +73,8 @@ class Metrics:
             "Streams that a worker broke off after their first bytes",
             registry=registry,
         )
-        self.prompt_tokens = Counter(
-            "stemroute_prompt_tokens", "Prompt tokens of answered requests", registry=registry
-        )
-        self.predicted_hit_tokens = Counter(
-            "stemroute_predicted_hit_tokens",
-            "Prompt tokens of answered requests that were expected in the worker's cache",
-            registry=registry,
-        )
-        self.hit_tokens = Counter(
-            "stemroute_hit_tokens",
-            "Prompt tokens of answered requests that the worker really reused",
-            registry=registry,
-        )
-        self.regret_tokens = Counter(
-            "stemroute_regret_tokens",
-            "Prompt tokens of answered requests that the worker computed although another was "
-            "expected to hold them: the price of balance, or of a wrong prediction",
-            registry=registry,
-        )
-        self.overestimated_tokens = Counter(
-            "stemroute_overestimated_tokens",
-            "Prompt tokens of answered requests that were expected in the worker's cache, but "
-            "were not there",
-            registry=registry,
-        )
-        self.first_byte_seconds = Histogram(
-            "stemroute_first_byte_seconds",
-            "Time from a request's arrival to the first byte of a worker's answer",
-            buckets=FIRST_BYTE_BUCKETS_S,
-            registry=registry,
-        )
+        self.answers = Answers()
+        registry.register(self.answers)
         self.decisions = Decisions()
         registry.register(self.decisions)
         registry.register(_Live(fleet, bus))
@@ -119,24 +86,118 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class Decisions(Collector):
-    """Decisions by policy and reason, and what they took: plain numbers until they are scraped.
+class RequestCounts(Collector):
+    """Requests by endpoint and HTTP status: plain numbers until they are scraped, as all that
+    every request counts. The library's locked counters would take several times as long."""
 
-    A decision takes some tens of microseconds; counting it with the library's locked counters
-    would add ten.
-    """
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, int], int] = {}
+
+    def note(self, endpoint: str, status: int) -> None:
+        """A request was answered."""
+        key = endpoint, status
+        self._counts[key] = self._counts.get(key, 0) + 1
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        counts = CounterMetricFamily(
+            "stemroute_requests",
+            "Requests answered, by endpoint and HTTP status; 499: the client went away",
+            labels=["endpoint", "status"],
+        )
+        for (endpoint, status), count in self._counts.items():
+            counts.add_metric([endpoint, str(status)], count)
+        yield counts
+
+
+class Answers(Collector):
+    """Tokens of answered requests, and when their answers began."""
+
+    def __init__(self) -> None:
+        self._prompt = self._predicted = self._hit = self._regret = self._overestimated = 0
+        self._first_bytes = _Durations(FIRST_BYTE_BUCKETS_S)
+
+    def note(
+        self, *, first_byte_s: float, prompt: int, predicted: int, hit: int, best_hit: int
+    ) -> None:
+        """A worker began to answer. Tokens of the prompt, of those expected in its cache and
+        really found there, and of the most expected at any worker."""
+        self._first_bytes.note(first_byte_s)
+        self._prompt += prompt
+        self._predicted += predicted
+        self._hit += hit
+        self._regret += max(0, best_hit - hit)
+        self._overestimated += max(0, predicted - hit)
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(
+            "stemroute_prompt_tokens", "Prompt tokens of answered requests", value=self._prompt
+        )
+        yield CounterMetricFamily(
+            "stemroute_predicted_hit_tokens",
+            "Prompt tokens of answered requests that were expected in the worker's cache",
+            value=self._predicted,
+        )
+        yield CounterMetricFamily(
+            "stemroute_hit_tokens",
+            "Prompt tokens of answered requests that the worker really reused",
+            value=self._hit,
+        )
+        yield CounterMetricFamily(
+            "stemroute_regret_tokens",
+            "Prompt tokens of answered requests that the worker computed although another was "
+            "expected to hold them: the price of balance, or of a wrong prediction",
+            value=self._regret,
+        )
+        yield CounterMetricFamily(
+            "stemroute_overestimated_tokens",
+            "Prompt tokens of answered requests that were expected in the worker's cache, but "
+            "were not there",
+            value=self._overestimated,
+        )
+        yield self._first_bytes.metric(
+            "stemroute_first_byte_seconds",
+            "Time from a request's arrival to the first byte of a worker's answer",
+        )
+
+
+class _Durations:
+    """A histogram in plain numbers. `bounds_s`: upper bounds of its buckets."""
+
+    def __init__(self, bounds_s: tuple[float, ...]) -> None:
+        self._bounds_s = bounds_s
+        self._in_bucket = [0] * (len(bounds_s) + 1)
+        self._sum_s = 0.0
+
+    def note(self, seconds: float) -> None:
+        """Count one."""
+        self._in_bucket[bisect_left(self._bounds_s, seconds)] += 1
+        self._sum_s += seconds
+
+    def metric(self, name: str, meaning: str) -> Metric:
+        """As a metric."""
+        bounds = [*map(floatToGoString, self._bounds_s), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._in_bucket), strict=True))
+        return HistogramMetricFamily(name, meaning, buckets=buckets, sum_value=self._sum_s)
+
+
+class Decisions(Collector):
+    """Decisions by policy and reason, and what they took."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], int] = {}
-        self._in_bucket = [0] * (len(DECISION_BUCKETS_S) + 1)
-        self._sum_s = 0.0
+        self._took = _Durations(DECISION_BUCKETS_S)
 
     def note(self, policy: str, reason: str, seconds: float) -> None:
         """A decision by `policy` took `seconds`."""
         key = policy, reason
         self._counts[key] = self._counts.get(key, 0) + 1
-        self._in_bucket[bisect_left(DECISION_BUCKETS_S, seconds)] += 1
-        self._sum_s += seconds
+        self._took.note(seconds)
 
     def describe(self) -> Iterable[Metric]:
         return ()
@@ -151,12 +212,8 @@ class Decisions(Collector):
         for labels, count in self._counts.items():
             counts.add_metric(labels, count)
         yield counts
-        bounds = [*map(floatToGoString, DECISION_BUCKETS_S), "+Inf"]
-        yield HistogramMetricFamily(
-            "stemroute_decision_seconds",
-            "Time to look up, score, choose and book",
-            buckets=list(zip(bounds, accumulate(self._in_bucket), strict=True)),
-            sum_value=self._sum_s,
+        yield self._took.metric(
+            "stemroute_decision_seconds", "Time to look up, score, choose and book"
         )
 
 

@@ -9,7 +9,8 @@ the other, are those of the whole text. Segments are kept in a tree:
                                                        └─ "<|im_start|>user\\nGood day" ── …
 
 Each node has its segment's tokens, the hashes of the blocks that end in it, and the tokens left
-over for the next block.
+over for the next block. Where a chat template writes message by message, a message is a segment
+and its role and content name it: for what is known nothing need be rendered.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from cluster.blocks import hash_blocks
@@ -68,6 +69,11 @@ class Cutter:
         used.sort(key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, used))) if used else None
 
+    def starts(self, text: str) -> bool:
+        """Whether `text` may follow any other without changing its tokens: it is empty, or
+        begins with a boundary token."""
+        return not text or (self._pattern is not None and self._pattern.match(text) is not None)
+
     def cut(self, text: str) -> list[str]:
         """Segments of `text`; each but the first begins with a boundary token."""
         if self._pattern is None:
@@ -78,88 +84,135 @@ class Cutter:
         return [text[start:end] for start, end in zip(starts, ends, strict=True)]
 
 
-class Node(NamedTuple):
+Name = str | tuple[str, ...]
+"""What tells a segment from others that continue the same text: the segment itself or, of a
+message, role and content."""
+
+
+class Node:
     """One segment after those before it.
 
-    number    names the node in its children's keys
-    packed    the segment's tokens
-    hashes    of the blocks that end in this segment
-    parent    what the next block's hash continues: the last hash so far, or the root
-    rest      packed tokens after the last full block
+    packed      the segment's tokens
+    hashes      of the blocks that end in this segment
+    parent      what the next block's hash continues: the last hash so far, or the root
+    rest        packed tokens after the last full block
+    above       the segment before it; None at the top
+    below       those that follow it, by name
+    kept        whether it is part of a tree
     """
 
-    number: int
-    packed: bytes
-    hashes: list[bytes]
-    parent: bytes
-    rest: bytes
+    __slots__ = ("above", "below", "hashes", "kept", "name", "packed", "parent", "rest")
 
-
-Key = tuple[int, str]
+    def __init__(self, packed: bytes, hashes: list[bytes], parent: bytes, rest: bytes) -> None:
+        self.name: Name = ""
+        self.packed = packed
+        self.hashes = hashes
+        self.parent = parent
+        self.rest = rest
+        self.above: Node | None = None
+        self.below: dict[Name, Node] = {}
+        self.kept = False
 
 
 class Found(NamedTuple):
-    """A text's known segments, as nodes with their keys, and those to compute."""
+    """A text's known segments from the top, and the names of those to compute."""
 
     path: list[Node]
-    keys: list[Key]
-    missing: list[str]
+    missing: Sequence[Name]
 
 
 class SegmentTree:
-    """The segments of recent texts. Not thread-safe; `compute` alone may run in a thread."""
+    """The segments of recent texts. Not thread-safe; `compute` alone may run in a thread.
+
+    Leaves are forgotten in the order of their last use: what continues nothing any more goes
+    before what it continues, and a text that is used costs no more than the touch of its leaf.
+    """
 
     def __init__(self, max_characters: int = MAX_CHARACTERS) -> None:
         self._max_characters = max_characters
-        self._nodes: OrderedDict[Key, Node] = OrderedDict()
+        self._tops: dict[Name, Node] = {}
+        self._leaves: OrderedDict[Node, None] = OrderedDict()  # that used last at the end
         self._characters = 0
-        self._numbers = 0
 
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-    def find(self, beginning: str, root: bytes, segments: list[str]) -> Found:
-        """What is known of a text.
+    def find(self, beginning: str, root: bytes, segments: Sequence[Name]) -> Found:
+        """What is known of a text, by the names of its segments.
 
         `beginning` names tokenizer, namespace and whatever else makes equal texts differ; texts
         with the same beginning have the same `root`.
         """
-        key: Key = (-1, beginning)
-        node = self._nodes.get(key) or Node(self._number(), b"", [], root, b"")
-        path, keys = [node], [key]
+        node = self._tops.get(beginning)
+        if node is None:
+            node = Node(b"", [], root, b"")
+            node.name = beginning
+        path = [node]
         for place, segment in enumerate(segments):
-            key = (node.number, segment)
-            known = self._nodes.get(key)
+            known = node.below.get(segment)
             if known is None:
-                return Found(path, keys, segments[place:])
+                return Found(path, segments[place:])
             node = known
             path.append(node)
-            keys.append(key)
-        return Found(path, keys, [])
+        return Found(path, ())
 
     def add(self, found: Found, computed: list[Node]) -> list[Node]:
         """Keep what was computed of a text's missing segments; returns the text's whole path."""
-        nodes = self._nodes
-        for segment, node in zip(found.missing, computed, strict=True):
-            key = (found.path[-1].number, segment)
-            known = nodes.get(key)  # another request may have been quicker
-            found.keys.append(key)
-            found.path.append(known or node._replace(number=self._number()))
-        # the end first: what continues nothing any more is forgotten before what it continues
-        for key, node in zip(reversed(found.keys), reversed(found.path), strict=True):
-            if key in nodes:
-                nodes.move_to_end(key)
-            else:
-                self._characters += len(key[1]) + NODE_CHARACTERS
-            nodes[key] = node
+        for name, node in zip(found.missing, computed, strict=True):
+            node.name = name
+        path = found.path
+        if not path[-1].kept:  # forgotten meanwhile, with some before it
+            path, computed = [], [*path, *computed]
+        for node in computed:
+            path.append(self._keep(path[-1] if path else None, node))
+        leaf = path[-1]
+        if not leaf.below:
+            self._leaves[leaf] = None
+            self._leaves.move_to_end(leaf)
         while self._characters > self._max_characters:
-            (_, text), _ = nodes.popitem(last=False)
-            self._characters -= len(text) + NODE_CHARACTERS
-        return found.path
+            self._forget_oldest()
+        return path
 
-    def _number(self) -> int:
-        self._numbers += 1
-        return self._numbers
+    def check(self) -> None:
+        """Compare the parts with one another. Raises AssertionError with figures."""
+        characters, leaves, nodes = 0, set(), list(self._tops.values())
+        while nodes:
+            node = nodes.pop()
+            assert node.kept
+            characters += _size(node.name)
+            if not node.below:
+                leaves.add(node)
+            for name, below in node.below.items():
+                assert below.name == name, (below.name, name)
+                assert below.above is node
+                nodes.append(below)
+        assert characters == self._characters, (characters, self._characters)
+        assert leaves == self._leaves.keys(), (len(leaves), len(self._leaves))
+
+    def _keep(self, above: Node | None, node: Node) -> Node:
+        siblings = self._tops if above is None else above.below
+        known = siblings.get(node.name)
+        if known is not None:  # another request may have been quicker
+            return known
+        if above is not None and not above.below:
+            self._leaves.pop(above, None)
+        siblings[node.name] = node
+        node.above, node.kept = above, True
+        self._characters += _size(node.name)
+        return node
+
+    def _forget_oldest(self) -> None:
+        leaf, _ = self._leaves.popitem(last=False)
+        leaf.kept = False
+        self._characters -= _size(leaf.name)
+        if leaf.above is None:
+            del self._tops[leaf.name]
+            return
+        del leaf.above.below[leaf.name]
+        if not leaf.above.below:
+            self._leaves[leaf.above] = None  # nothing used it later than what is gone
+            self._leaves.move_to_end(leaf.above, last=False)
+
+
+def _size(name: Name) -> int:
+    return (len(name) if isinstance(name, str) else sum(map(len, name))) + NODE_CHARACTERS
 
 
 def compute(
@@ -170,7 +223,7 @@ def compute(
     *,
     begins: bool,
 ) -> list[Node]:
-    """Nodes of `segments`, which follow `last`; their numbers are still to be given.
+    """Nodes of `segments`, which follow `last`; their names are still to be given.
 
     `encode(segment, first)` gives a segment's packed tokens; `begins` tells that the first of
     them is the text's first.
@@ -183,5 +236,5 @@ def compute(
         hashes = hash_blocks(parent, pending, block_size)
         rest = pending[len(hashes) * 4 * block_size :]
         parent = hashes[-1] if hashes else parent
-        computed.append(Node(0, packed, hashes, parent, rest))
+        computed.append(Node(packed, hashes, parent, rest))
     return computed

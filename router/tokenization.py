@@ -7,25 +7,21 @@ what it hashes is what the workers cache.
 from __future__ import annotations
 
 import asyncio
-import datetime
-import json
+import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import tokenizers
 
 from cluster.blocks import Namespace, hash_blocks, pack_tokens
 from cluster.protocol import ModelInfo, RequestError, WorkerCard
+from router.chat_template import ChatTemplate, Message, NotByMessage
 from router.openai_api import ApiRequest
-from router.segments import Cutter, SegmentTree, boundary_tokens, compute
+from router.segments import Cutter, Found, Name, SegmentTree, boundary_tokens, compute
 from router.words import Words
 
 THREAD_CHARACTERS = 8_000
@@ -36,6 +32,8 @@ CACHE_CHARACTERS = 8_000_000
 
 KEPT_ENCODERS = 8
 KEPT_ROOTS = 10_000
+
+_TAIL: Name = ()
 
 _Result = TypeVar("_Result")
 
@@ -74,7 +72,9 @@ class Encoder:
             if bos is None:
                 raise ValueError("the model wants a bos token but its tokenizer has none")
             self._bos = pack_tokens([bos])
-        self._template = _compile(info.chat_template) if info.chat_template else None
+        self._template = (
+            ChatTemplate(info.chat_template, info.special_tokens) if info.chat_template else None
+        )
         self._cutter = Cutter(
             boundary_tokens(info.tokenizer_json),
             info.chat_template + "".join(map(str, info.special_tokens.values())),
@@ -90,18 +90,42 @@ class Encoder:
             )
         try:
             return self._template.render(
-                {
-                    **request.template_fields,
-                    **self.info.special_tokens,
-                    "messages": request.messages,
-                    "tools": request.tools,
-                    "add_generation_prompt": True,
-                }
+                request.messages or [], request.tools, request.template_fields
             )
         except Exception as error:  # whatever a template does with a client's messages
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
+
+    def learn_words(self, stop: Callable[[], bool]) -> None:
+        """Tokenise the vocabulary's words beforehand; ends early once `stop()`."""
+        self._words.learn(self._tokenizer.get_vocab(with_added_tokens=False), stop)
+
+    def names(self, request: ApiRequest) -> list[Name]:
+        """Names of a chat's segments, one a message and one for what follows the last; empty
+        where the chat must be rendered whole."""
+        if (
+            self._template is None
+            or not self._template.by_message
+            or request.messages is None
+            or request.tools is not None
+            or request.template_fields
+        ):
+            return []
+        names: list[Name] = [(m["role"], m["content"]) for m in request.messages if len(m) == 2]
+        return [*names, _TAIL] if len(names) == len(request.messages) else []
+
+    def segments(self, messages: list[Message], first: int) -> list[str]:
+        """The segments of a chat from that of the message `first` on. Raises NotByMessage."""
+        template = self._template
+        assert template is not None
+        if first > len(messages):
+            return []
+        places = range(first, len(messages))
+        texts = [*(template.part(messages, place) for place in places), template.tail(messages)]
+        if all(map(self._cutter.starts, texts if first else texts[1:])):
+            return texts
+        raise NotByMessage
 
     def encode(self, text: str, *, bos: bool) -> bytes:
         """Packed tokens of a text; with `bos`, after the bos token where the model wants one.
@@ -133,11 +157,20 @@ class Tokenization:
         self._segments = SegmentTree()
         self._recent: OrderedDict[tuple[bytes, bool, str], Prompt] = OrderedDict()
         self._recent_characters = 0
+        self._closing = threading.Event()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenization")
 
     def close(self) -> None:
         """End the threads."""
+        self._closing.set()
         self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def known_encoder(self, namespace: Namespace) -> Encoder | None:
+        """The encoder for workers of this namespace, where it was fetched already."""
+        encoder = self._encoders.get(namespace.tokenizer)
+        if encoder is not None:
+            self._encoders.move_to_end(namespace.tokenizer)
+        return encoder
 
     async def encoder(self, cards: Sequence[WorkerCard]) -> Encoder:
         """The encoder for workers that share one namespace.
@@ -165,10 +198,22 @@ class Tokenization:
                 len(ids) * 4, lambda: self._hash(pack_tokens(ids), root, namespace)
             )
         chat = request.text is None
+        names = encoder.names(request)
+        if names:
+            found = self._segments.find(_beginning(namespace, root, "messages"), root, names)
+            try:
+                missing = encoder.segments(request.messages or [], len(found.path) - 1)
+            except NotByMessage:
+                pass
+            else:
+                return await self._continued(found, missing, encoder, namespace, bos=False)
         text = encoder.render(request) if request.text is None else request.text
         segments = encoder.cut(text)
         if len(segments) > 1:
-            return await self._continued(segments, encoder, namespace, root, chat)
+            beginning = _beginning(namespace, root, "chat" if chat else "text")
+            found = self._segments.find(beginning, root, segments)
+            missing = segments[len(found.path) - 1 :]
+            return await self._continued(found, missing, encoder, namespace, bos=not chat)
         key = (root, chat, text)
         known = self._recent.get(key)
         if known is not None:
@@ -179,7 +224,7 @@ class Tokenization:
             lambda: self._hash(encoder.encode(text, bos=not chat), root, namespace),
         )
         if not prompt.tokens:
-            raise RequestError("the prompt has no tokens: send some text", param="prompt")
+            raise _no_tokens()
         self._remember(key, prompt)
         return prompt
 
@@ -193,27 +238,30 @@ class Tokenization:
         return root
 
     async def _continued(
-        self, segments: list[str], encoder: Encoder, namespace: Namespace, root: bytes, chat: bool
+        self,
+        found: Found,
+        missing: list[str],
+        encoder: Encoder,
+        namespace: Namespace,
+        *,
+        bos: bool,
     ) -> Prompt:
         """The prompt of a text in segments, of which only those never seen are computed."""
-        beginning = f"{namespace.tokenizer} {namespace.block_size} {root.hex()} {chat}"
-        found = self._segments.find(beginning, root, segments)
         computed = await self._run(
-            sum(map(len, found.missing)),
+            sum(map(len, missing)),
             lambda: compute(
                 found.path[-1],
-                found.missing,
-                lambda segment, first: encoder.encode(segment, bos=first and not chat),
+                missing,
+                lambda segment, first: encoder.encode(segment, bos=first and bos),
                 namespace.block_size,
                 begins=len(found.path) == 1,
             ),
         )
         path = self._segments.add(found, computed)
-        return Prompt(
-            b"".join([node.packed for node in path]),
-            list(chain.from_iterable([node.hashes for node in path])),
-            namespace,
-        )
+        packed = b"".join([node.packed for node in path])
+        if not packed:
+            raise _no_tokens()
+        return Prompt(packed, list(chain.from_iterable([node.hashes for node in path])), namespace)
 
     def _hash(self, packed: bytes, root: bytes, namespace: Namespace) -> Prompt:
         return Prompt(packed, hash_blocks(root, packed, namespace.block_size), namespace)
@@ -239,17 +287,29 @@ class Tokenization:
                 info = await self._fetch(card)
                 if info.namespace != card.namespace:
                     raise ValueError("it serves another model than its card says")
-                return await asyncio.get_running_loop().run_in_executor(
+                encoder = await asyncio.get_running_loop().run_in_executor(
                     self._threads, Encoder, info
                 )
             except Exception as error:  # tokenizers raises plain Exception
                 reasons.append(f"{card.worker}: {error or type(error).__name__}")
+            else:
+                self._threads.submit(encoder.learn_words, self._closing.is_set)
+                return encoder
         raise RequestError(
             "the tokenizer of the model cannot be had from any worker: " + "; ".join(reasons),
             status=503,
             type="service_unavailable",
             code="no_tokenizer",
         )
+
+
+@lru_cache(maxsize=KEPT_ROOTS)
+def _beginning(namespace: Namespace, root: bytes, kind: str) -> str:
+    return f"{namespace.tokenizer} {namespace.block_size} {root.hex()} {kind}"
+
+
+def _no_tokens() -> RequestError:
+    return RequestError("the prompt has no tokens: send some text", param="prompt")
 
 
 def _checked(ids: list[int], encoder: Encoder) -> list[int]:
@@ -261,38 +321,3 @@ def _checked(ids: list[int], encoder: Encoder) -> list[int]:
                 param="prompt",
             )
     return ids
-
-
-class _Generation(jinja2.ext.Extension):
-    """Templates may mark the assistant's words for training; here the marks mean nothing."""
-
-    tags = {"generation"}  # noqa: RUF012  (the base class declares it so)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _compile(source: str) -> jinja2.Template:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=False,
-        extensions=[jinja2.ext.loopcontrols, _Generation],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(source)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
-
-
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)

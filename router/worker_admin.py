@@ -6,11 +6,11 @@ import asyncio
 
 import aiohttp
 import msgspec
-from aiohttp import web
 
 from cluster.protocol import CacheView, ErrorAnswer, RequestError
-from router.edge import json_response
+from router.edge import Route, json_response
 from router.fleet import Fleet
+from router.http_messages import Request, Response
 from router.member import Member
 
 STATS_TIMEOUT_S = 5.0
@@ -54,14 +54,14 @@ class WorkerAdmin:
         self._session = session
         self._changing = asyncio.Lock()
 
-    def routes(self) -> list[web.RouteDef]:
+    def routes(self) -> list[Route]:
         """What to serve."""
         return [
-            web.get("/admin/cache", self.get_cache),
-            web.post("/admin/weights", self.change_weights),
+            Route("GET", "/admin/cache", self.get_cache),
+            Route("POST", "/admin/weights", self.change_weights),
         ]
 
-    async def get_cache(self, request: web.Request) -> web.Response:
+    async def get_cache(self, request: Request) -> Response:
         """Every worker's view of its cache."""
         members = [m for m in self._fleet.members() if m.state in ("ready", "draining")]
         answers = await asyncio.gather(*(self._view_of(member) for member in members))
@@ -76,14 +76,14 @@ class WorkerAdmin:
             )
         )
 
-    async def change_weights(self, request: web.Request) -> web.Response:
+    async def change_weights(self, request: Request) -> Response:
         """Change one worker after the other, so that the others go on serving meanwhile.
 
         Ends at the first that refuses or fails; those before it have the new weights then, which
         the message says.
         """
         try:
-            change = msgspec.json.decode(await request.read(), type=WeightsChange)
+            change = msgspec.json.decode(request.body, type=WeightsChange)
         except msgspec.MsgspecError as error:
             raise RequestError(
                 f'the body must be of the form {{"model": "PATH"}}: {error}', param="model"

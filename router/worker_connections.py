@@ -45,6 +45,11 @@ class WorkerAnswer:
         self.status = connection.status
         self.headers = connection.headers
 
+    @property
+    def ended(self) -> bool:
+        """Whether all has been read."""
+        return self._connection.read_to_end
+
     async def some(self) -> bytes:
         """What has come since, b"" at the end. Raises WorkerLost."""
         return await self._connection.some()
@@ -75,10 +80,14 @@ class WorkerConnections:
         self._idle: dict[str, list[_Connection]] = defaultdict(list)
         self._all: set[_Connection] = set()
 
-    async def post(self, address: str, path: str, body: bytes) -> WorkerAnswer:
-        """Send, and wait for the answer's head. Raises WorkerUnreachable, WorkerLost.
+    async def post(
+        self, address: str, path: str, body: bytes, first_byte_timeout_s: float
+    ) -> WorkerAnswer:
+        """Send, and wait for the answer's head.
 
         address   base URL, such as "http://10.0.0.7:41235"
+
+        Raises WorkerUnreachable, WorkerLost, and TimeoutError where the head is not there in time.
         """
         connection = self._kept(address) or await self._connect(address)
         head = (
@@ -86,7 +95,7 @@ class WorkerConnections:
             f"Content-Length: {len(body)}\r\n\r\n"
         )
         try:
-            await connection.send(head.encode(), body)
+            await connection.send(head.encode(), body, first_byte_timeout_s)
         except BaseException:
             connection.give_back()
             raise
@@ -149,6 +158,7 @@ class _Connection(asyncio.Protocol):
         self.status = 0
         self.headers: dict[str, str] = {}
         self._owner = owner
+        self._loop = asyncio.get_running_loop()
         self.transport: asyncio.Transport
         self._head = b""
         self._body: ChunkedBody | SizedBody | None = None
@@ -159,7 +169,7 @@ class _Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self._wake_later: asyncio.TimerHandle | None = None
         self._read_at = 0.0
-        self._trouble: WorkerLost | None = None
+        self._trouble: WorkerLost | TimeoutError | None = None
         self._in_use = False
         self._lost = False
 
@@ -170,8 +180,13 @@ class _Connection(asyncio.Protocol):
         """Whether another request can be sent."""
         return not self._lost and not self.transport.is_closing()
 
-    async def send(self, head: bytes, body: bytes) -> None:
-        """Send a request and wait until the head of its answer is there."""
+    @property
+    def read_to_end(self) -> bool:
+        """Whether the answer is complete and all of it was read."""
+        return self._body is not None and self._body.ended and not self._parts
+
+    async def send(self, head: bytes, body: bytes, timeout_s: float) -> None:
+        """Send a request and wait until the head of its answer is there, for `timeout_s`."""
         self._in_use = True
         self.status = 0
         self.headers = {}
@@ -182,8 +197,12 @@ class _Connection(asyncio.Protocol):
             self.transport.write(head + body)
         else:
             self.transport.writelines((head, body))
-        while not self.status:
-            await self._wait()
+        too_late = self._loop.call_later(timeout_s, self._fail, TimeoutError())
+        try:
+            while not self.status:
+                await self._wait()
+        finally:
+            too_late.cancel()
 
     async def some(self) -> bytes:
         """What has come, b"" at the end."""
@@ -207,8 +226,7 @@ class _Connection(asyncio.Protocol):
         if self._wake_later is not None:
             self._wake_later.cancel()
             self._wake_later = None
-        complete = self._body is not None and self._body.ended and not self._parts
-        if complete and self._keeps_alive and self.usable:
+        if self.read_to_end and self._keeps_alive and self.usable:
             self.idle_since = time.monotonic()
             self._owner._keep(self)
         else:
@@ -222,7 +240,7 @@ class _Connection(asyncio.Protocol):
     async def _wait(self) -> None:
         if self._trouble is not None:
             raise self._trouble
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._waiter = self._loop.create_future()
         try:
             await self._waiter
         finally:
@@ -315,7 +333,7 @@ class _Connection(asyncio.Protocol):
         self._wake(at_once=True)
         return rest
 
-    def _fail(self, trouble: WorkerLost) -> None:
+    def _fail(self, trouble: WorkerLost | TimeoutError) -> None:
         self._trouble = self._trouble or trouble
         self._wake(at_once=True)
 
@@ -328,8 +346,7 @@ class _Connection(asyncio.Protocol):
                 return
             soon = self._read_at + GATHER_S - time.monotonic()
             if soon > 0:
-                loop = asyncio.get_running_loop()
-                self._wake_later = loop.call_later(soon, self._wake_now)
+                self._wake_later = self._loop.call_later(soon, self._wake_now)
                 return
         self._wake_now()
 

@@ -155,7 +155,7 @@ async def test_without_an_admin_key_only_this_machine_is_admitted(headers, statu
 
 @pytest.mark.parametrize(
     ("remote", "local"),
-    [("127.0.0.1", True), ("127.8.0.1", True), ("::1", True), ("10.0.0.1", False), (None, False)],
+    [("127.0.0.1", True), ("127.8.0.1", True), ("::1", True), ("10.0.0.1", False), ("", False)],
 )
 def test_who_is_on_this_machine(remote, local):
     assert edge._is_local(remote) is local

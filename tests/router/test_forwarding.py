@@ -147,7 +147,7 @@ async def test_both_hops_send_small_chunks_at_once():
             return connection
 
         def to_client():
-            (protocol,) = rig.gateway._runner.server.connections
+            (protocol,) = rig.gateway._server.connections
             return protocol
 
         worker.answer = answer

@@ -17,7 +17,7 @@ from tokenizers import (
 )
 
 from cluster.blocks import hash_blocks, pack_tokens, unpack_tokens
-from router.segments import Cutter, SegmentTree, boundary_tokens, compute
+from router.segments import Cutter, Node, SegmentTree, boundary_tokens, compute
 from tests.real_tokenizer import smollm2
 from worker.weights import MissingModel
 
@@ -191,7 +191,34 @@ def test_memory_is_bounded_and_shared_beginnings_are_kept_longest():
         _, _, encoded = prompt_of(tree, cutter, tokenizer, text)
         assert ("<|im_start|>system\n" + system[1] in encoded) == (number == 0)
         assert tree._characters <= 5000
-    assert tree._characters == sum(len(text) + 200 for _, text in tree._nodes)
+        tree.check()
+
+
+def test_what_is_forgotten_while_it_is_continued_is_kept_anew():
+    tree = SegmentTree(1500)
+
+    def nodes(count):
+        return [Node(b"", [], b"root", b"") for _ in range(count)]
+
+    tree.add(tree.find("x", b"root", ["a", "b"]), nodes(2))
+    found = tree.find("x", b"root", ["a", "b", "c"])
+    for number in range(20):
+        tree.add(tree.find("y", b"root", [f"{number}", "z"]), nodes(2))
+        tree.check()
+    assert tree.find("x", b"root", ["a"]).missing == ["a"]
+    path = tree.add(found, nodes(1))
+    tree.check()
+    assert [node.name for node in path] == ["x", "a", "b", "c"]
+    assert tree.find("x", b"root", ["a", "b", "c"]).path == path
+
+
+def test_two_requests_that_compute_the_same_share_what_came_first():
+    tree = SegmentTree()
+    one, other = (tree.find("x", b"root", ["a", "b"]) for _ in range(2))
+    first = tree.add(one, [Node(b"", [], b"root", b"") for _ in range(2)])
+    second = tree.add(other, [Node(b"", [], b"root", b"") for _ in range(2)])
+    assert first == second
+    tree.check()
 
 
 def with_tokens(*tokens):

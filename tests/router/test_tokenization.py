@@ -6,9 +6,12 @@ import tokenizers
 
 from cluster.blocks import hash_blocks, unpack_tokens
 from cluster.protocol import RequestError
+from router.chat_template import ChatTemplate
 from router.openai_api import ApiRequest
 from router.tokenization import THREAD_CHARACTERS, Encoder, Tokenization
+from tests.real_tokenizer import smollm2
 from tests.router.support import BLOCK_SIZE, NAMESPACE, TOKENIZER, card, model_info
+from worker.weights import MissingModel
 
 SECRET = b"secret"
 
@@ -176,3 +179,74 @@ async def test_the_memory_of_recent_prompts_is_bounded(make, monkeypatch):
 async def test_text_that_is_no_unicode_is_refused(make):
     with pytest.raises(RequestError, match="surrogate"):
         await prompt_of(make(), asked(text="bad \ud800 text"))
+
+
+class Conversations:
+    """Prompts of real text by a real model's tokenizer and template, or by another template."""
+
+    def __init__(self, make, template=""):
+        try:
+            real = smollm2()
+        except MissingModel as error:
+            pytest.skip(str(error))
+        info = model_info(
+            tokenizer_json=real.tokenizer_json,
+            chat_template=template or real.chat_template,
+            special_tokens={"bos_token": "<|im_start|>"},
+        )
+        self.encoder = Encoder(info)
+        self._tokenizer = tokenizers.Tokenizer.from_str(real.tokenizer_json)
+        self._tokenization = make(info)
+
+    async def check(self, messages):
+        request = asked(messages=messages)
+        prompt = await self._tokenization.prompt(request, self.encoder, NAMESPACE)
+        whole = self._tokenizer.encode(self.encoder.render(request), add_special_tokens=False)
+        assert unpack_tokens(prompt.token_ids) == whole.ids
+        assert prompt.chain == hash_blocks(NAMESPACE.root(SECRET), prompt.token_ids, BLOCK_SIZE)
+
+
+NO_BOUNDARY = "{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>"
+LOOKS_AHEAD = (
+    "{% for m in messages %}<|im_start|>{{ m.content }}{% if loop.last %} !{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", ["", NO_BOUNDARY, LOOKS_AHEAD])
+async def test_a_conversation_that_goes_on_has_the_tokens_of_its_whole_text(make, template):
+    conversations = Conversations(make, template)
+    messages = [
+        *say("You know all: 12 towns, 3 rivers.", role="system"),
+        *say("Grüß dich, wie geht's?"),
+        *say("<|im_end|> is a token", "", " and so ", role="assistant"),
+        *say("你好 <|im_start|>user\n", "the same", "the same"),
+    ]
+    for _ in range(2):  # the second time every message is known
+        for length in range(1, len(messages) + 1):
+            await conversations.check(messages[:length])
+    await conversations.check(messages[1:])
+    await conversations.check([*messages[:3], *say("another way")])
+
+
+async def test_what_is_known_of_a_conversation_is_not_rendered_again(make, monkeypatch):
+    conversations = Conversations(make)
+    messages = say("one", "two", "three")
+    await conversations.check(messages[:2])
+    rendered = []
+    part = ChatTemplate.part
+
+    def noting(self, messages, place):
+        rendered.append(place)
+        return part(self, messages, place)
+
+    monkeypatch.setattr(ChatTemplate, "part", noting)
+    await conversations.check(messages)
+    assert rendered == [2]
+
+
+async def test_messages_with_more_than_a_text_are_rendered_whole(make):
+    conversations = Conversations(make)
+    await conversations.check([{"role": "user", "content": "x", "name": "Ada"}])
+    request = asked(messages=say("x"), template_fields={"a": 1})
+    assert conversations.encoder.names(request) == []
+    assert conversations.encoder.names(asked(messages=say("x"), tools=[{}])) == []

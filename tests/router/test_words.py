@@ -1,6 +1,7 @@
 """Tokens of a text word by word are those of the whole text."""
 
 import json
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from cluster.blocks import pack_tokens, unpack_tokens
-from router.words import MAX_WORD_CHARACTERS, SPLITS, Words, may_be_cut
+from router.words import LEARNED_AT_ONCE, MAX_WORD_CHARACTERS, SPLITS, Words, may_be_cut
 from tests.router.test_segments import CORPUS, TEXTS, tokenizer_of
 
 PROSE = [
@@ -37,11 +38,21 @@ PROSE = [
     "word.Word",
     "word,\u0301 word",
     "word\n",
+    "word\nWord",
+    ".\nword",
+    "\n\nword",
+    "x \nword",
+    "\r\nword",
+    "1\na",
+    "\u00a0\na",
+    "<|im_start|>user\nword",
+    "word<word",
+    " word<|im_end|>\n",
     "word  1",
     "e\u0327",
 ]
 texts = st.lists(
-    st.one_of(st.sampled_from(PROSE), st.text(max_size=8), st.text(" ab\n.,'1é", max_size=8)),
+    st.one_of(st.sampled_from(PROSE), st.text(max_size=8), st.text(" ab\n.,'1é<", max_size=8)),
     max_size=12,
 ).map("".join)
 
@@ -68,7 +79,12 @@ CUT = {pattern[:12]: split_by(pattern) for pattern in sorted(SPLITS)}
 
 
 def words_of(tokenizer: Tokenizer) -> Words:
-    return Words(tokenizer, tokenizer.to_str())
+    return Words(tokenizer, json_of(tokenizer))
+
+
+@cache
+def json_of(tokenizer: Tokenizer) -> str:
+    return tokenizer.to_str()
 
 
 def whole(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -102,6 +118,8 @@ def test_tokenizers_of_other_kinds_get_whole_texts(kind):
     [
         AddedToken("good day", normalized=False),
         AddedToken("<a.b>", normalized=False),
+        AddedToken("a<b", normalized=False),
+        AddedToken(".\na", normalized=False),
         AddedToken("<a>", rstrip=True),
         AddedToken("<a>", lstrip=True),
         AddedToken("go", single_word=True),
@@ -139,3 +157,21 @@ def test_half_a_surrogate_pair_is_no_text():
     words = words_of(tokenizer_of("byte level"))
     with pytest.raises(TypeError):
         words.encode("half a \ud83d pair")
+
+
+def test_words_of_the_vocabulary_are_known_before_anybody_asks():
+    tokenizer = tokenizer_of("smollm2")
+    words = words_of(tokenizer)
+    words.learn(tokenizer.get_vocab(), lambda: False)
+    assert len(words._known) > 10_000
+    assert {" house", " the"} <= words._known.keys()
+    some = list(words._known)[::97]
+    assert [words._known[w] for w in some] == [pack_tokens(whole(tokenizer, w)) for w in some]
+
+
+def test_learning_ends_when_it_is_told_to():
+    tokenizer = tokenizer_of("smollm2")
+    words = words_of(tokenizer)
+    stops = iter([False, True])
+    words.learn(tokenizer.get_vocab(), lambda: next(stops))
+    assert 1 < len(words._known) <= LEARNED_AT_ONCE + 1

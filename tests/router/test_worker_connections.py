@@ -39,7 +39,18 @@ class Server:
         self.accepted.put_nowait((reader, writer))
 
     def post(self, body=b"body"):
-        return asyncio.create_task(self.workers.post(self.address, "/generate", body))
+        return asyncio.create_task(self.workers.post(self.address, "/generate", body, 30.0))
+
+    async def asked(self):
+        """A request on a new connection: its task, and both ends of the connection."""
+        posting = self.post()
+        return posting, *await self.accepted.get()
+
+    async def answered(self, sent):
+        """A request on a new connection, and what was sent to it: the answer, and both ends."""
+        posting, reader, writer = await self.asked()
+        writer.write(sent)
+        return await posting, reader, writer
 
 
 def also(function, more):
@@ -59,8 +70,7 @@ async def read_request(reader, length=4):
 
 async def test_a_request_goes_out_whole_and_its_answer_comes_back():
     async with Server() as server:
-        posting = server.post()
-        reader, writer = await server.accepted.get()
+        posting, reader, writer = await server.asked()
         head, body = await read_request(reader)
         host = server.address.removeprefix("http://").encode()
         assert head.split(b"\r\n")[:-2] == [
@@ -80,8 +90,7 @@ async def test_a_request_goes_out_whole_and_its_answer_comes_back():
 
 async def test_a_connection_whose_answer_was_read_serves_the_next_request():
     async with Server() as server:
-        posting = server.post()
-        reader, writer = await server.accepted.get()
+        posting, reader, writer = await server.asked()
         for _ in range(3):
             await read_request(reader)
             writer.write(CHUNKED + b"2\r\nhi\r\n0\r\n\r\n")
@@ -105,8 +114,7 @@ async def test_a_connection_whose_answer_was_read_serves_the_next_request():
 )
 async def test_other_connections_are_cut_and_the_worker_notices(sent):
     async with Server() as server:
-        posting = server.post()
-        reader, writer = await server.accepted.get()
+        posting, reader, writer = await server.asked()
         await read_request(reader)
         writer.write(sent)
         answer = await posting
@@ -118,10 +126,7 @@ async def test_other_connections_are_cut_and_the_worker_notices(sent):
 
 async def test_idle_connections_are_given_up_in_time(monkeypatch):
     async with Server() as server:
-        posting = server.post()
-        _, writer = await server.accepted.get()
-        writer.write(OK)
-        answer = await posting
+        answer, _, writer = await server.answered(OK)
         await answer.read()
         answer.close()
         monkeypatch.setattr(worker_connections, "IDLE_S", -1.0)
@@ -133,10 +138,7 @@ async def test_idle_connections_are_given_up_in_time(monkeypatch):
 
 async def test_an_idle_connection_that_the_worker_closes_is_not_used_again(monkeypatch):
     async with Server() as server:
-        posting = server.post()
-        _, writer = await server.accepted.get()
-        writer.write(OK)
-        answer = await posting
+        answer, _, writer = await server.answered(OK)
         await answer.read()
         answer.close()
         lost = asyncio.Event()
@@ -144,16 +146,13 @@ async def test_an_idle_connection_that_the_worker_closes_is_not_used_again(monke
         writer.close()
         await asyncio.wait_for(lost.wait(), 10)
         assert not server.workers._idle
-        posting = server.post()
-        _, writer = await server.accepted.get()
-        writer.write(OK)
-        (await posting).close()
+        answer, _, _ = await server.answered(OK)
+        answer.close()
 
 
 async def test_a_head_may_come_in_pieces_and_after_an_interim_one():
     async with Server() as server:
-        posting = server.post()
-        _, writer = await server.accepted.get()
+        posting, _, writer = await server.asked()
         for place in range(0, len(OK), 7):
             writer.write(
                 (b"HTTP/1.1 102 Processing\r\n\r\n" if not place else b"") + OK[place:][:7]
@@ -165,10 +164,7 @@ async def test_a_head_may_come_in_pieces_and_after_an_interim_one():
 
 async def test_a_body_without_length_ends_with_the_connection():
     async with Server() as server:
-        posting = server.post()
-        _, writer = await server.accepted.get()
-        writer.write(b"HTTP/1.1 200 OK\r\n\r\nall ")
-        answer = await posting
+        answer, _, writer = await server.answered(b"HTTP/1.1 200 OK\r\n\r\nall ")
         assert await answer.some() == b"all "
         writer.write(b"of it")
         writer.close()
@@ -189,8 +185,7 @@ async def test_a_body_without_length_ends_with_the_connection():
 )
 async def test_a_worker_that_sends_no_answer_is_lost(sent):
     async with Server() as server:
-        posting = server.post()
-        _, writer = await server.accepted.get()
+        posting, _, writer = await server.asked()
         writer.write(sent)
         writer.close()
         with pytest.raises(WorkerLost):
@@ -202,10 +197,7 @@ async def test_a_worker_that_sends_no_answer_is_lost(sent):
 )
 async def test_an_answer_that_breaks_off_is_lost(rest):
     async with Server() as server:
-        posting = server.post()
-        _, writer = await server.accepted.get()
-        writer.write(CHUNKED)
-        answer = await posting
+        answer, _, writer = await server.answered(CHUNKED)
         writer.write(rest)
         writer.close()
         with pytest.raises(WorkerLost):
@@ -216,13 +208,23 @@ async def test_an_answer_that_breaks_off_is_lost(rest):
 async def test_nobody_at_the_address_is_said_so():
     workers = WorkerConnections({}, connect_timeout_s=5.0)
     with pytest.raises(WorkerUnreachable, match=r"127\.0\.0\.1"):
-        await workers.post(refused_address(), "/generate", b"")
+        await workers.post(refused_address(), "/generate", b"", 30.0)
+
+
+async def test_a_worker_that_does_not_begin_in_time_is_not_waited_for():
+    async with Server() as server:
+        posting = asyncio.create_task(
+            server.workers.post(server.address, "/generate", b"body", 0.0)
+        )
+        reader, _ = await server.accepted.get()
+        with pytest.raises(TimeoutError):
+            await posting
+        assert (await reader.read()).endswith(b"body")  # and then the end: the worker is told
 
 
 async def test_giving_up_before_the_answer_cuts_the_connection():
     async with Server() as server:
-        posting = server.post()
-        reader, _ = await server.accepted.get()
+        posting, reader, _ = await server.asked()
         await read_request(reader)
         posting.cancel()
         assert await reader.read() == b""
@@ -231,10 +233,7 @@ async def test_giving_up_before_the_answer_cuts_the_connection():
 async def test_pieces_in_quick_succession_are_read_together(monkeypatch):
     monkeypatch.setattr(worker_connections, "GATHER_S", 3600.0)
     async with Server() as server:
-        posting = server.post()
-        _, writer = await server.accepted.get()
-        writer.write(CHUNKED + b"1\r\na\r\n")
-        answer = await posting
+        answer, _, writer = await server.answered(CHUNKED + b"1\r\na\r\n")
         assert await answer.some() == b"a"  # the first at once
         reading = asyncio.create_task(answer.some())
         for piece in (b"1\r\nb\r\n", b"1\r\nc\r\n"):
@@ -248,10 +247,7 @@ async def test_pieces_in_quick_succession_are_read_together(monkeypatch):
 async def test_a_worker_is_not_read_from_while_the_client_is_slow(monkeypatch):
     monkeypatch.setattr(worker_connections, "HIGH_WATER_BYTES", 1000)
     async with Server() as server:
-        posting = server.post()
-        _, writer = await server.accepted.get()
-        writer.write(CHUNKED)
-        answer = await posting
+        answer, _, writer = await server.answered(CHUNKED)
         (connection,) = server.workers._all
         paused = asyncio.Event()
         transport = connection.transport

@@ -1,0 +1,348 @@
+"""HTTP/1.1 for clients: a small server on llhttp's parser (`httptools`).
+
+It does what a gateway needs: bodies that fit in memory are whole when a handler starts, an answer
+goes out in one piece or as a stream, a client that leaves cancels its handler, and a client that
+reads slowly holds its stream back. Requests of one connection are answered one after the other.
+TLS and HTTP/2 belong to a proxy before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import cast
+from urllib.parse import unquote
+
+import httptools
+
+from cluster.protocol import RequestError
+from router.http_messages import ClientGone, Handler, Request, whole
+
+log = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 65_536
+"""A request's line and headers may be so long together."""
+
+FRAMING_PER_BYTE = 8
+"""Besides, a byte of a body may cost so much in the framing of its chunks."""
+
+IDLE_S = 75.0
+"""A connection on which nothing comes and nothing is answered is closed after that."""
+
+SWEEP_S = 5.0
+LINGER_S = 2.0
+"""After an answer that did not wait for its request's end, what still comes is thrown away for so
+long: closing at once would make the system drop the answer."""
+
+BACKLOG = 1024
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class HttpServer:
+    """Listens, and hands requests over.
+
+    admit            looks at a request when its head is there: sets `handler`, or `refusal`
+    answer           answers a complete request. Must not raise but when cancelled
+    malformed        the refusal of what cannot be read: a reason and a status
+    max_body_bytes   longer bodies are refused with `too_large`
+    """
+
+    def __init__(
+        self,
+        *,
+        admit: Callable[[Request], None],
+        answer: Handler,
+        malformed: Callable[[str, int], RequestError],
+        too_large: RequestError,
+        max_body_bytes: int,
+    ) -> None:
+        self.admit = admit
+        self.answer = answer
+        self.malformed = malformed
+        self.too_large = too_large
+        self.max_body_bytes = max_body_bytes
+        self.connections: set[_Connection] = set()
+        self.closing = False
+        self._last_gone: asyncio.Future[None] | None = None
+        self._listening: asyncio.Server
+        self._sweeping: asyncio.TimerHandle
+
+    async def start(self, host: str, port: int) -> tuple[str, int]:
+        """Listen; returns the address. Raises OSError for a taken port."""
+        loop = asyncio.get_running_loop()
+        self._listening = await loop.create_server(
+            lambda: _Connection(self), host, port, backlog=BACKLOG
+        )
+        self._sweeping = loop.call_later(SWEEP_S, self._sweep)
+        name = self._listening.sockets[0].getsockname()
+        return str(name[0]), int(name[1])
+
+    async def stop(self, drain_s: float) -> None:
+        """Take no new requests, give answers `drain_s` to end, then cut what is left."""
+        self.closing = True
+        self._listening.close()
+        self._sweeping.cancel()
+        for connection in list(self.connections):
+            if connection.task is None:
+                connection.transport.close()
+        tasks = [each.task for each in self.connections if each.task is not None]
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=drain_s)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        for connection in list(self.connections):
+            connection.transport.abort()
+        if self.connections:
+            self._last_gone = asyncio.get_running_loop().create_future()
+            await self._last_gone
+        await self._listening.wait_closed()
+
+    def lost(self, connection: _Connection) -> None:
+        """The connection has ended."""
+        self.connections.discard(connection)
+        if self._last_gone is not None and not self.connections and not self._last_gone.done():
+            self._last_gone.set_result(None)
+
+    def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._sweeping = loop.call_later(SWEEP_S, self._sweep)
+        oldest = loop.time() - IDLE_S
+        for connection in list(self.connections):
+            if connection.task is None and connection.heard_at < oldest:
+                connection.transport.abort()
+
+
+class _Connection(asyncio.Protocol):
+    """One client's connection. `headers` are those of the request that is coming in."""
+
+    def __init__(self, server: HttpServer) -> None:
+        self.transport: asyncio.Transport
+        self.headers: dict[str, str] = {}
+        self.task: asyncio.Task[None] | None = None
+        self.heard_at = 0.0
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpRequestParser(self)
+        self._url = b""
+        self._framing_bytes = 0  # of the request that is coming in: all but its body
+        self._coming: Request | None = None  # its head is there, its body not yet
+        self._parts: list[bytes] = []
+        self._body_bytes = 0
+        self._unframed = 0  # bytes of a body that the parser leaves to us
+        self._waiting: deque[Request] = deque()
+        self._may_write: asyncio.Future[None] | None = None
+        self._paused = False
+        self._throws_away = False
+        self._lost = False
+
+    # What answers do
+
+    @property
+    def remote(self) -> str:
+        """The client's address, "" where the system does not tell."""
+        peer = self.transport.get_extra_info("peername")
+        return str(peer[0]) if isinstance(peer, tuple) else ""
+
+    def send(self, data: bytes) -> None:
+        """Raises ClientGone."""
+        if self._lost or self.transport.is_closing():
+            raise ClientGone
+        self.transport.write(data)
+
+    async def drained(self) -> None:
+        """Wait while the client has much to read. Raises ClientGone."""
+        if self._may_write is not None:
+            await self._may_write
+        if self._lost:
+            raise ClientGone
+
+    # What the event loop says
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.heard_at = self._loop.time()
+        self._server.connections.add(self)
+        if self._server.closing:
+            self.transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lost = True
+        self._server.lost(self)
+        self._waiting.clear()
+        self.resume_writing()
+        if self.task is not None:
+            self.task.cancel()
+
+    def pause_writing(self) -> None:
+        self._may_write = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        if self._may_write is not None and not self._may_write.done():
+            self._may_write.set_result(None)
+        self._may_write = None
+
+    def data_received(self, data: bytes) -> None:
+        self.heard_at = self._loop.time()
+        while data and not self._throws_away:
+            if self._unframed:
+                data = self._take_unframed(data)
+                continue
+            body_bytes = self._body_bytes
+            self._framing_bytes += len(data)
+            try:
+                self._parser.feed_data(data)
+                data = b""
+            except httptools.HttpParserUpgrade as upgrade:
+                # nobody is obliged to change protocols: answer as if nobody had asked
+                self._parser = httptools.HttpRequestParser(self)
+                data = data[upgrade.args[0] :]
+            except httptools.HttpParserError as error:
+                if isinstance(error, httptools.HttpParserCallbackError):
+                    log.warning("a request cannot be taken: %r", error.__context__)
+                if not self._throws_away:
+                    self._give_up(str(error) or "it is no HTTP/1.1", 400)
+                return
+            self._framing_bytes -= max(0, self._body_bytes - body_bytes)
+            if self._framing_bytes > MAX_HEAD_BYTES + FRAMING_PER_BYTE * self._body_bytes:
+                self._give_up(f"its head is over {MAX_HEAD_BYTES} bytes", 431)
+
+    # What the parser says
+
+    def on_message_begin(self) -> None:
+        self.headers = {}
+        self._url = b""
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._coming is not None:
+            return  # a trailer
+        key = name.decode("latin-1").lower()
+        text = value.decode("utf-8", "surrogateescape")
+        self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
+
+    def on_headers_complete(self) -> None:
+        if self._throws_away:
+            return
+        parser = self._parser
+        self._framing_bytes = 0
+        request = self._coming = Request(
+            self,
+            self.headers,
+            parser.get_method().decode("latin-1"),
+            _path(self._url),
+            parser.get_http_version(),
+            parser.should_keep_alive(),
+        )
+        if request.version not in ("1.0", "1.1"):
+            self._give_up(f"it is HTTP/{request.version}", 505)
+            return
+        length = self.headers.get("content-length", "")
+        server = self._server
+        server.admit(request)
+        if length.isdecimal() and int(length) > server.max_body_bytes:
+            self._refuse_body()
+        elif parser.should_upgrade():
+            if "transfer-encoding" in self.headers or request.method == "CONNECT":
+                self._give_up("it asks for another protocol", 400)
+            self._unframed = int(length) if length.isdecimal() else 0
+        elif self.headers.get("expect", "").lower() == "100-continue" and self.task is None:
+            self.transport.write(CONTINUE)
+
+    def on_body(self, body: bytes) -> None:
+        if self._coming is None or self._throws_away:
+            return
+        self._body_bytes += len(body)
+        if self._body_bytes > self._server.max_body_bytes:
+            self._refuse_body()
+        elif self._coming.refusal is None:
+            self._parts.append(body)
+
+    def on_message_complete(self) -> None:
+        request = self._coming
+        if self._throws_away or request is None or self._unframed:
+            return
+        parts, self._parts = self._parts, []
+        request.body = parts[0] if len(parts) == 1 else b"".join(parts)
+        self._coming = None
+        self._body_bytes = self._framing_bytes = 0
+        self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        self._waiting.append(request)
+        if self.task is None:
+            self.task = self._loop.create_task(self._answer_waiting())
+        elif not self._paused:
+            self._paused = True
+            self.transport.pause_reading()  # until its turn has come
+
+    def _take_unframed(self, data: bytes) -> bytes:
+        body, rest = data[: self._unframed], data[self._unframed :]
+        self._unframed -= len(body)
+        self.on_body(body)
+        if not self._unframed:
+            self.on_message_complete()
+        return rest
+
+    # Answers
+
+    async def _answer_waiting(self) -> None:
+        waiting = self._waiting
+        try:
+            while waiting:
+                request = waiting.popleft()
+                response = await self._server.answer(request)
+                if response is not None:
+                    self.send(whole(response, request))
+                elif request.stream is None or not request.stream.ended:
+                    self.transport.abort()  # the client must not take it for a whole answer
+                    return
+                if not request.keeps_alive or self._server.closing:
+                    break
+        except ClientGone:
+            return
+        finally:
+            self.task = None
+            self.heard_at = self._loop.time()
+        if self._throws_away:
+            self._close_later()
+        elif not request.keeps_alive or self._server.closing:
+            self.transport.close()
+        elif self._paused:
+            self._paused = False
+            self.transport.resume_reading()
+
+    def _refuse_body(self) -> None:
+        """Answer a request whose body is too long before that has come."""
+        request = self._coming
+        assert request is not None
+        request.refusal = request.refusal or self._server.too_large
+        request.keeps_alive = False
+        self._throws_away = True
+        self._parts.clear()
+        self._enqueue(request)
+
+    def _give_up(self, reason: str, status: int) -> None:
+        """What comes cannot be read: say so after the answers under way, and part."""
+        refusal = Request(self, {}, "", "", "1.1", keeps_alive=False)
+        refusal.refusal = self._server.malformed(reason, status)
+        self._throws_away = True
+        self._enqueue(refusal)
+
+    def _close_later(self) -> None:
+        if not self._lost:
+            if self._paused:
+                self.transport.resume_reading()
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            self._loop.call_later(LINGER_S, self.transport.abort)
+
+
+def _path(url: bytes) -> str:
+    raw = url.partition(b"?")[0] if url[:1] == b"/" else httptools.parse_url(url).path or b"/"
+    path = raw.decode("latin-1")
+    return unquote(path) if "%" in path else path
