@@ -8,6 +8,7 @@ derived anew from its last report and the list of its unnamed requests each time
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 
 import msgspec
@@ -34,6 +35,7 @@ from router.member import (
 )
 from router.policies import Candidates
 from router.prefix_index import MAX_PAIRS, PrefixIndex
+from router.traffic import Traffic
 
 CLAIM_LIFE_S = 60.0
 """Blocks of a routed request count as coming for so long at most; its end is sooner, mostly."""
@@ -79,6 +81,7 @@ class Fleet:
         self._speeds = np.zeros((len(SPEEDS), 8))
         self._speed_views = list(self._speeds)
         self._groups: dict[str, ModelGroup] = {}
+        self._traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
         self._suspects: set[Member] = set()
         self._bookings: dict[int, Booking] = {}
         self._serial = 0
@@ -233,7 +236,8 @@ class Fleet:
         if columns is None:
             columns = columns_of(self._rows, self._speeds, slots)
         hits = hit_tokens[slots if run is None else run]
-        return columns.candidates(slots, hits, prompt_tokens, block_size, chain)
+        stay_s = self._traffic[group.reference.model].stay_s(self._clock())
+        return columns.candidates(slots, hits, prompt_tokens, block_size, chain, stay_s)
 
     def device_depths(
         self, chain: Sequence[bytes], mask: int, limit: int, unit: int = 1
@@ -262,8 +266,10 @@ class Fleet:
         """Count a request at a worker, and its blocks as coming there, until `release`."""
         member = self.at(slot)
         self._serial += 1
-        booking = Booking(self._serial, member, request_id, prompt_tokens, hit_tokens)
-        booking.claim = self.coming.claim(slot, chain, self._clock())
+        now, traffic = self._clock(), self._traffic[member.card.model]
+        booking = Booking(self._serial, member, traffic, request_id, prompt_tokens, hit_tokens)
+        booking.claim = self.coming.claim(slot, chain, now)
+        traffic.come(now)
         self._bookings[booking.serial] = booking
         member.unnamed[request_id] = booking
         member.routed += 1
@@ -275,6 +281,7 @@ class Fleet:
         """The booking's response ended or failed. Doing it twice is harmless."""
         if self._bookings.pop(booking.serial, None) is None:
             return
+        booking.traffic.end()
         if booking.claim is not None:
             self.coming.end(booking.claim)
         member = booking.member
@@ -420,6 +427,7 @@ class Fleet:
         members = self._of(model)
         if not members:
             self._groups.pop(model, None)
+            self._traffic.pop(model, None)
             return
         ready = sorted(
             (m for m in members if m.state == "ready"), key=lambda member: member.ready_serial

@@ -13,6 +13,7 @@ from cluster.blocks import Namespace
 from cluster.protocol import Load, WorkerCard, WorkerState, prefill_pairs
 from router.coming import Claim
 from router.policies import Candidates
+from router.traffic import Traffic
 
 ROWS = (
     "pending_tokens",
@@ -35,6 +36,7 @@ SPEEDS = ("s_per_token", "s_per_pair")
 class Booking:
     """One request's place at one worker, from the decision until its response ends.
 
+    traffic      of its model, which counts it
     new_tokens   prompt tokens that the worker is expected to compute for it
     new_pairs    query-key pairs of their attention
     new_blocks   KV blocks that they will take
@@ -48,13 +50,21 @@ class Booking:
         "new_tokens",
         "request_id",
         "serial",
+        "traffic",
     )
 
     def __init__(
-        self, serial: int, member: Member, request_id: str, prompt_tokens: int, hit_tokens: int
+        self,
+        serial: int,
+        member: Member,
+        traffic: Traffic,
+        request_id: str,
+        prompt_tokens: int,
+        hit_tokens: int,
     ) -> None:
         self.serial = serial
         self.member = member
+        self.traffic = traffic
         self.request_id = request_id
         self.new_tokens = max(1, prompt_tokens - hit_tokens)
         self.new_pairs = prefill_pairs(prompt_tokens - self.new_tokens, prompt_tokens)
@@ -127,9 +137,12 @@ class Columns(NamedTuple):
         prompt_tokens: int,
         block_size: int,
         chain: Sequence[bytes],
+        stay_s: float,
     ) -> Candidates:
         """These columns and `[n]` hits as what a policy sees of a prompt."""
-        pending, waiting, batch, pairs, booked, running, free, capacity, keys, *speeds = self
+        pending, waiting, batch, pairs, booked, running, free, capacity, keys, token_s, pair_s = (
+            self
+        )
         return Candidates(
             slots,
             hit_tokens,
@@ -145,7 +158,9 @@ class Columns(NamedTuple):
             booked,
             keys,
             pairs,
-            *speeds,
+            token_s,
+            pair_s,
+            stay_s,
         )
 
 

@@ -41,6 +41,8 @@ class Candidates(NamedTuple):
     pending_pairs    query-key pairs of the pending tokens' attention; None: unknown
     s_per_token      measured seconds to prefill a token; 0 or None: not measured
     s_per_pair       seconds on top for each query-key pair of its attention
+    stay_s           seconds from a request's placement to its end, as this router's own requests
+                     to the model stay at present; 0: unknown
     """
 
     slots: IntArray
@@ -59,6 +61,7 @@ class Candidates(NamedTuple):
     pending_pairs: IntArray | None = None
     s_per_token: FloatArray | None = None
     s_per_pair: FloatArray | None = None
+    stay_s: float = 0.0
 
     @property
     def new_tokens(self) -> IntArray:
