@@ -55,6 +55,7 @@ class Columns(NamedTuple):
         block_size: int,
         chain: Sequence[bytes],
         most_hit_tokens: int | None,
+        stay_s: float,
     ) -> Candidates:
         """These columns and `[n]` hits as what a policy sees of a prompt."""
         (
@@ -88,6 +89,7 @@ class Columns(NamedTuple):
             s_per_token,
             s_per_pair,
             most_hit_tokens,
+            stay_s,
         )
 
 

@@ -8,6 +8,7 @@ derived anew from its last report and the list of its unnamed requests each time
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 
 import msgspec
@@ -25,6 +26,7 @@ from router.member import Booking, Member, ModelGroup, booked_of, idle_load, row
 from router.policies import Candidates
 from router.prefix_index import MAX_PAIRS, PrefixIndex
 from router.suspects import Suspects
+from router.traffic import Traffic
 
 CLAIM_LIFE_S = 60.0
 """Blocks of a routed request count as coming for so long at most; its end is sooner, mostly."""
@@ -68,6 +70,7 @@ class Fleet:
         self._spread = Spread()
         self._groups: dict[str, ModelGroup] = {}
         self._suspects = Suspects(suspect_s)
+        self._traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
         self._bookings: dict[int, Booking] = {}
         self._serial = 0
 
@@ -222,7 +225,10 @@ class Fleet:
         if columns is None:
             columns = self._table.columns(slots)
         hits = hit_tokens[slots if run is None else run]
-        return columns.candidates(slots, hits, prompt_tokens, block_size, chain, most_tokens)
+        stay_s = self._traffic[group.reference.model].stay_s(self._clock())
+        return columns.candidates(
+            slots, hits, prompt_tokens, block_size, chain, most_tokens, stay_s
+        )
 
     def device_depths(self, chain: Sequence[bytes], mask: int, limit: int) -> NDArray[np.int64]:
         """By slot, leading blocks (at most `limit`) that are on its device or coming there."""
@@ -255,8 +261,10 @@ class Fleet:
         """Count a request at a worker, and its blocks as coming there, until `release`."""
         member = self.at(slot)
         self._serial += 1
-        booking = Booking(self._serial, member, request_id, prompt_tokens, hit_tokens)
-        booking.claim = self.coming.claim(slot, chain, self._clock())
+        now, traffic = self._clock(), self._traffic[member.card.model]
+        booking = Booking(self._serial, member, traffic, request_id, prompt_tokens, hit_tokens)
+        booking.claim = self.coming.claim(slot, chain, now)
+        traffic.come(now)
         self._bookings[booking.serial] = booking
         if member.unnamed.setdefault(request_id, booking) is booking:
             self._table.add_booking(slot, booking.new_tokens, booking.new_pairs, booking.new_blocks)
@@ -271,6 +279,7 @@ class Fleet:
         """The booking's response ended or failed. Doing it twice is harmless."""
         if self._bookings.pop(booking.serial, None) is None:
             return
+        booking.traffic.end()
         if booking.claim is not None:
             self.coming.end(booking.claim)
         member = booking.member
@@ -394,6 +403,7 @@ class Fleet:
         members = self._of(model)
         if not members:
             self._groups.pop(model, None)
+            self._traffic.pop(model, None)
             return
         former = self._groups[model].reference if model in self._groups else None
         self._groups[model] = group_of(members, former, self._table)

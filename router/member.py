@@ -12,11 +12,13 @@ from cluster.blocks import Namespace
 from cluster.protocol import Load, WorkerCard, WorkerState, prefill_pairs
 from router.columns import Columns
 from router.coming import Claim
+from router.traffic import Traffic
 
 
 class Booking:
     """One request's place at one worker, from the decision until its response ends.
 
+    traffic      of its model, which counts it
     new_tokens   prompt tokens that the worker is expected to compute for it
     new_pairs    query-key pairs of their attention
     new_blocks   KV blocks that they will take
@@ -30,13 +32,21 @@ class Booking:
         "new_tokens",
         "request_id",
         "serial",
+        "traffic",
     )
 
     def __init__(
-        self, serial: int, member: Member, request_id: str, prompt_tokens: int, hit_tokens: int
+        self,
+        serial: int,
+        member: Member,
+        traffic: Traffic,
+        request_id: str,
+        prompt_tokens: int,
+        hit_tokens: int,
     ) -> None:
         self.serial = serial
         self.member = member
+        self.traffic = traffic
         self.request_id = request_id
         new_tokens = prompt_tokens - hit_tokens
         self.new_tokens = new_tokens if new_tokens > 0 else 1

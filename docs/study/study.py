@@ -13,7 +13,7 @@ import json
 import time
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import report
@@ -35,11 +35,18 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results.jsonl"
 PROFILE = "h20-qwen3-30b-a3b"
 SLO = Slo(ttft_ms=5000.0, tpot_ms=100.0)
-SEED = 0
+SEEDS = (0, 1)
+"""Of workload, arrivals and ties; of the trace another window."""
 CONVERSATION = "conversation"
 CONVERSATION_REQUESTS = 2000
 SYNTHETIC_BLOCK = 128
 
+RETRIEVAL: dict[str, object] = {
+    "num_prompts": 1200,
+    "documents": 600,
+    "document_tokens": 1500,
+    "output_tokens": 200,
+}
 WORKLOADS: dict[str, dict[str, object]] = {
     "shared_prefix": {
         "groups": 150,
@@ -63,12 +70,8 @@ WORKLOADS: dict[str, dict[str, object]] = {
         "tool_tokens": 1200,
         "output_tokens": 80,
     },
-    "rag": {
-        "num_prompts": 1200,
-        "documents": 600,
-        "document_tokens": 1500,
-        "output_tokens": 200,
-    },
+    "rag": RETRIEVAL,
+    "rag_shuffled": RETRIEVAL | {"order": "shuffled"},
     "no_sharing": {"num_prompts": 1200, "input_tokens": 4000, "output_tokens": 200},
     "hot_prefix": {
         "num_prompts": 1200,
@@ -134,6 +137,7 @@ CELLS = [
     BASE._replace(workload="hot_prefix"),
     BASE._replace(workload="chat"),
     BASE._replace(workload="rag"),
+    BASE._replace(workload="rag_shuffled"),
     BASE._replace(capacity="ample"),
     BASE._replace(capacity="tight"),
     BASE._replace(load=0.5),
@@ -142,11 +146,15 @@ CELLS = [
 ]
 ABLATED = CELLS[:3]
 """Here the variants of `marginal` run as well, and the tuned policies."""
+ALSO_TUNED = [BASE._replace(workload=name) for name in ("shared_prefix", "hot_prefix", "rag")]
+"""And these here."""
 
 
 def more_of(cell: Cell) -> list[str]:
     """What runs beside `CORE`: in the first cell all policies there are."""
-    names = [*variants.VARIANTS, *TUNED] if cell in ABLATED else []
+    names = list(variants.VARIANTS) if cell in ABLATED else [variants.BEFORE]
+    if cell in ABLATED or cell in ALSO_TUNED:
+        names += TUNED
     if cell == BASE:
         names += [name for name in available() if name not in CORE]
     return names
@@ -163,7 +171,7 @@ class Study:
     def __init__(self, trace: Path) -> None:
         self._trace = trace
         self._requests = cache(self._read)
-        self._saturation = cache(self._measure_saturation)
+        self._saturation = cache(self._find_saturation)
 
     def fleet(self, cell: Cell) -> FleetOptions:
         """The cell's fleet."""
@@ -179,10 +187,10 @@ class Study:
             pace=Pace(load_s=delay_s, index_s=delay_s),
         )
 
-    def asked(self, cell: Cell) -> list[Asked]:
+    def asked(self, cell: Cell, seed: int) -> list[Asked]:
         """The cell's requests, at its load."""
-        rate = cell.load * self._saturation(cell._replace(load=0.0, delay_ms=0.0))
-        requests = self._requests(cell.workload, cell.workers, 0.0)
+        rate = cell.load * self.saturation(cell, seed)
+        requests = self._requests(cell.workload, cell.workers, 0.0, seed)
         if cell.workload == CONVERSATION:
             own_rate = len(requests) / requests[-1].arrival_s
             requests = [
@@ -190,39 +198,68 @@ class Study:
                 for r in requests
             ]
         else:
-            requests = self._requests(cell.workload, cell.workers, rate)
+            requests = self._requests(cell.workload, cell.workers, rate, seed)
         return asked_of(requests, self.fleet(cell).block_size)
 
-    def _read(self, workload: str, workers: int, rate: float) -> list[TraceRequest]:
+    def saturation(self, cell: Cell, seed: int) -> float:
+        """Requests a second that round-robin serves of the cell's kind, without report delay."""
+        return self._saturation(cell._replace(load=0.0, delay_ms=0.0), seed)
+
+    def _read(self, workload: str, workers: int, rate: float, seed: int) -> list[TraceRequest]:
         scale = max(1, workers // 16)
         if workload == CONVERSATION:
-            options = TraceOptions(num_prompts=CONVERSATION_REQUESTS * scale, seed=SEED)
-            return read_trace([self._trace], "mooncake", options).requests
-        made = make_workload(workload, WORKLOADS[workload])
+            return self._window(CONVERSATION_REQUESTS * scale, seed)
+        made = make_workload(workload.removesuffix("_shuffled"), WORKLOADS[workload])
         arrivals = Arrivals(request_rate=rate or float("inf"))
-        return trace_of(arrange(made, arrivals, SEED), SYNTHETIC_BLOCK)
+        return trace_of(arrange(made, arrivals, seed), SYNTHETIC_BLOCK)
 
-    def _measure_saturation(self, cell: Cell) -> float:
+    def _window(self, count: int, number: int) -> list[TraceRequest]:
+        """So many of the trace's requests, after those of the windows before, from time 0 on. The
+        last window ends where the trace does, though it then overlaps with the one before."""
+        options = TraceOptions(num_prompts=count * (number + 1))
+        window = read_trace([self._trace], "mooncake", options).requests[-count:]
+        began_s = window[0].arrival_s
+        return [msgspec.structs.replace(r, arrival_s=r.arrival_s - began_s) for r in window]
+
+    def _find_saturation(self, cell: Cell, seed: int) -> float:
+        for row in rows():
+            if row["seed"] == seed and cell == cell_of(row)._replace(load=0.0, delay_ms=0.0):
+                return float(row["saturation_rate"])
         fleet = self.fleet(cell)
-        requests = self._requests(cell.workload, cell.workers, 0.0)
         if cell.workload == CONVERSATION:
-            asked = asked_of(requests, fleet.block_size)
+            asked = asked_of(
+                self._requests(cell.workload, cell.workers, 0.0, seed), fleet.block_size
+            )
             return saturation_rate(fleet, "round_robin", asked)
         # Prompts that share and are all there at once are computed once: no rate to live at.
-        requests = self._requests(cell.workload, cell.workers, 1.0)
+        requests = self._requests(cell.workload, cell.workers, 1.0, seed)
         return sustained_rate(fleet, "round_robin", asked_of(requests, fleet.block_size))
 
-    def run(self, cell: Cell, asked: list[Asked], name: str) -> dict[str, object]:
+    def add(self, cell: Cell, seed: int, names: list[str]) -> None:
+        """Run these policies and append them to the results."""
+        if not names:
+            return
+        asked = self.asked(cell, seed)
+        for name in names:
+            row = self.run(cell, seed, asked, name)
+            with RESULTS.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{cell.name}, seed {seed}: {name} {row['ttft_s']:.2f} s", flush=True)
+
+    def run(self, cell: Cell, seed: int, asked: list[Asked], name: str) -> dict[str, object]:
         """One policy in one cell, as a line of the results."""
         began = time.process_time()
         fleet = self.fleet(cell)
-        simulated = SimulatedFleet(fleet, make(name), SEED)
+        simulated = SimulatedFleet(fleet, make(name), seed)
+        variants.prepare(name, simulated.router)
         arm = measure_repeats([simulated.replay(asked, name)], SLO, simulated.workers)
         stats = simulated.stats().values()
         return {
             **cell._asdict(),
             "policy": name,
+            "seed": seed,
             "requests": len(asked),
+            "saturation_rate": self.saturation(cell, seed),
             "offered_rate": len(asked) / asked[-1].arrival_s,
             "ttft_s": (arm.ttft_ms.mean or 0) / 1e3,
             "ttft_p99_s": (arm.ttft_ms.p99 or 0) / 1e3,
@@ -238,12 +275,16 @@ class Study:
         }
 
 
-def done() -> set[tuple[object, ...]]:
+def rows() -> list[dict[str, Any]]:
     """What the results hold already."""
     if not RESULTS.exists():
-        return set()
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    return {(*(row[field] for field in Cell._fields), row["policy"]) for row in rows}
+        return []
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()]
+
+
+def cell_of(row: dict[str, Any]) -> Cell:
+    """The cell of a line of the results."""
+    return Cell(*(row[field] for field in Cell._fields))
 
 
 def main() -> None:
@@ -262,15 +303,9 @@ def main() -> None:
     study = Study(given.trace)
     wanted = [cell for cell in CELLS if given.only in cell.name and given.without not in cell.name]
     for cell, names in (*((c, CORE) for c in wanted), *((c, more_of(c)) for c in wanted)):
-        missing = [name for name in names if (*cell, name) not in done()]
-        if not missing:
-            continue
-        asked = study.asked(cell)
-        for name in missing:
-            row = study.run(cell, asked, name)
-            with RESULTS.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-            print(cell.name, name, f"{row['ttft_s']:.2f} s", flush=True)
+        for seed in SEEDS:
+            done = {row["policy"] for row in rows() if (cell_of(row), row["seed"]) == (cell, seed)}
+            study.add(cell, seed, [name for name in names if name not in done])
 
 
 if __name__ == "__main__":

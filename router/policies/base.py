@@ -42,6 +42,8 @@ class Candidates(NamedTuple):
     s_per_token      measured seconds to prefill a token; 0 or None: not measured
     s_per_pair       seconds on top for each query-key pair of its attention
     most_hit_tokens  the greatest of the hits; None: not known
+    stay_s           seconds from a request's placement to its end, as this router's own requests
+                     to the model stay at present; 0: unknown
     """
 
     slots: IntArray
@@ -61,6 +63,7 @@ class Candidates(NamedTuple):
     s_per_token: FloatArray | None = None
     s_per_pair: FloatArray | None = None
     most_hit_tokens: int | None = None
+    stay_s: float = 0.0
 
     @property
     def new_tokens(self) -> IntArray:

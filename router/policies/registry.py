@@ -34,7 +34,7 @@ _REGISTRY: dict[str, _Entry] = {
     "additive": _Entry(scores.additive),
     "ttft": _Entry(scores.ttft, scores.TieParameters),
     "locality": _Entry(scores.locality, scores.LocalityParameters, HotspotState),
-    "marginal": _Entry(scores.marginal, scores.TieParameters),
+    "marginal": _Entry(scores.marginal),
 }
 
 

@@ -88,17 +88,49 @@ def ttft(
 
 
 def marginal(
-    candidates: Candidates, parameters: TieParameters, state: None, rng: random.Random
+    candidates: Candidates, parameters: NoParameters, state: None, rng: random.Random
 ) -> Decision:
-    """What this request costs all: its own wait, and the delay of everybody by its prefill.
+    """What this placement adds to everybody's time to the first token and to the end of answers.
 
-    Cost: `pending + new × (batch + 1)`, in seconds where measured. What is queued already is not
-    delayed by a newcomer, so `pending` is not multiplied as in `locality`. No weight to tune.
-    With nothing measured both parts are counted in tokens.
+    In seconds, with `x = pending + new` this request's own wait and `λ` the arrivals a second
+    that each worker gets:
+
+        first = x × (1 + λ × new)            its own wait, and that of the λ × x that come behind
+                                             it before x has passed, each by `new`
+        end   = first + new × batch          who is there decodes, or soon will, and is held up
+                                             by `new`: prefill goes before decoding
+        cost  = first × end_now / first_now + end
+
+    What is queued already is not delayed by a newcomer, so `pending` is not multiplied by the
+    batch as in `locality`. The two sums grow by `first` and `end`; each is weighed by its present
+    mean, so that a per cent of the one is worth a per cent of the other: the cost is the step
+    downhill of log mean TTFT + log mean E2E, times `end_now`. The means are those that the
+    candidates show: a wait of `first_now = mean(x)`, and `end_now = stay_s`; by Little's law
+    `λ = mean(batch) / stay_s`. Nothing to tune: a fleet with backlogs everywhere has a long
+    `first_now`, and cares for the answers; one that is busy decoding cares for first tokens.
+
+    While nothing has been placed yet `stay_s` is unknown: `pending + new × (batch + 1)`. With no
+    prefill speed measured there are no seconds, and it decides as `locality` does, in tokens.
+    Sources: the marginal cost of an arrival in a queue (Naor, Econometrica 37, 1969); Little,
+    Operations Research 9, 1961.
     """
     work = prefill_work(candidates)
-    costs = work.pending + work.new * (candidates.batch + 1)
-    return Decision(least(costs, candidates, parameters.tie, rng), costs)
+    wait = work.pending + work.new
+    if not work.in_seconds:
+        costs = wait * candidates.batch
+        costs += wait
+        return Decision(least(costs, candidates, 0.0, rng), costs)
+    costs = work.new * candidates.batch
+    stay_s = candidates.stay_s
+    if not stay_s:
+        costs += wait
+    else:
+        first = work.new * float(candidates.batch.mean() / stay_s)
+        first += 1.0
+        first *= wait
+        first *= 1.0 + stay_s / float(wait.mean())
+        costs += first
+    return Decision(least(costs, candidates, 0.0, rng), costs)
 
 
 class PrefillWork(NamedTuple):
@@ -106,6 +138,7 @@ class PrefillWork(NamedTuple):
 
     pending: FloatArray
     new: FloatArray
+    in_seconds: bool
 
 
 def prefill_work(candidates: Candidates) -> PrefillWork:
@@ -117,7 +150,8 @@ def prefill_work(candidates: Candidates) -> PrefillWork:
     speed = candidates.s_per_token
     measured = None if speed is None else speed > 0
     if speed is None or measured is None or not measured.any():
-        return PrefillWork(candidates.pending_tokens.astype(np.float64), new.astype(np.float64))
+        pending_tokens = candidates.pending_tokens.astype(np.float64)
+        return PrefillWork(pending_tokens, new.astype(np.float64), in_seconds=False)
     per_pair = np.zeros(len(new)) if candidates.s_per_pair is None else candidates.s_per_pair
     if not measured.all():
         speed = np.where(measured, speed, np.median(speed[measured]))
@@ -128,4 +162,4 @@ def prefill_work(candidates: Candidates) -> PrefillWork:
     pending: FloatArray = speed * candidates.pending_tokens
     if candidates.pending_pairs is not None:
         pending = pending + per_pair * candidates.pending_pairs
-    return PrefillWork(pending, speed * new + per_pair * new_pairs)
+    return PrefillWork(pending, speed * new + per_pair * new_pairs, in_seconds=True)

@@ -5,9 +5,14 @@ import json
 import msgspec
 import pytest
 
-from cluster.blocks import join_hashes
+from cluster.blocks import hash_blocks, join_hashes, pack_tokens
 from cluster.protocol import HEADER_WORKER, ColdReport, Load
-from tests.router.support import NAMESPACE, Rig, card, report
+from router.dispatch import Dispatcher
+from router.fleet import Fleet
+from router.metrics import Metrics
+from router.policies import parse_policy
+from router.tokenization import Prompt
+from tests.router.support import NAMESPACE, FakeStatus, Rig, card, report
 from tests.router.test_forwarding import chain_of_text
 
 TEXT = "a prompt of some blocks"  # 23 tokens: 5 blocks of 4
@@ -60,6 +65,23 @@ async def test_what_lies_in_cold_tiers_is_shown_apart_and_counts_by_its_credit()
         assert (row["hit_tokens"], row["cold_tokens"], row["coming_tokens"]) == (4 + 8, 16, 0)
         assert rows["w0"]["cold_tokens"] == 0
         assert answer["chosen"] == "w1"
+
+
+def test_an_explanation_shows_the_costs_of_the_decision_that_follows():
+    fleet = Fleet(clock=lambda: 7.0)
+    for worker, running in (("w0", 3), ("w1", 5)):
+        fleet.on_card(card(worker))
+        load = Load(running=running, free_blocks=1000, prefill_s_per_token=0.01)
+        fleet.on_report(report(worker, load=load))
+    dispatcher = Dispatcher(fleet, parse_policy("marginal"), Metrics(fleet, FakeStatus))
+    packed = pack_tokens(range(16))
+    prompt = Prompt(packed, hash_blocks(b"root", packed, NAMESPACE.block_size), NAMESPACE)
+    for number in range(3):  # from the second on it is known how long requests stay
+        explanation = dispatcher.explain("tiny", "completion", prompt)
+        placement = dispatcher.place("tiny", prompt, f"r{number}")
+        assert (placement.candidates.stay_s > 0) == (number > 0)
+        costs = {row.worker: row.cost for row in explanation.workers}
+        assert [costs["w0"], costs["w1"]] == placement.decision.costs.tolist()
 
 
 async def test_a_busy_holder_loses_and_the_reason_says_so():

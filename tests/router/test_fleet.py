@@ -195,6 +195,39 @@ def test_blocks_of_requests_in_flight_count_as_coming(fleet, clock):
     assert hits(fleet, chain=longer, prompt=80) == {"a": 0, "b": 40}
 
 
+def test_how_long_requests_stay_is_told_from_those_of_the_model_that_are_in_flight(fleet, clock):
+    fleet.on_card(card("a"))
+    fleet.on_card(card("b"))
+    fleet.on_card(card("c", model="other"))
+    assert ask(fleet).stay_s == 0
+    flying = []
+    for number in range(400):  # four a second, each for two seconds
+        worker = "ab"[number % 2]
+        flying.append(fleet.book(slot_of(fleet, worker), f"r{number}", CHAIN, PROMPT, 0))
+        if number >= 8:
+            fleet.release(flying[number - 8])
+            fleet.release(flying[number - 8])
+        clock.now += 0.25
+    assert ask(fleet).stay_s == pytest.approx(2, rel=0.02)
+    assert fleet.candidates("other", CHAIN, PROMPT).stay_s == 0
+    fleet.on_report(report("a", load=Load(running=50)))  # sent by others: nothing of ours
+    assert ask(fleet).stay_s == pytest.approx(2, rel=0.02)
+    for booking in flying:
+        fleet.release(booking)
+    assert ask(fleet).stay_s == 0
+
+
+def test_a_request_that_outlives_its_models_workers_is_counted_with_none_that_follow(fleet, clock):
+    fleet.on_card(card("a"))
+    booking = fleet.book(slot_of(fleet, "a"), "r", CHAIN, PROMPT, 0)
+    fleet.on_gone("a", "gone")
+    fleet.on_card(card("b"))
+    assert ask(fleet).stay_s == 0
+    fleet.release(booking)
+    fleet.book(slot_of(fleet, "b"), "r2", CHAIN, PROMPT, 0)
+    assert ask(fleet).stay_s > 0
+
+
 def test_a_request_that_fails_takes_its_expected_blocks_along(fleet):
     fleet.on_card(card("a"))
     fleet.release(fleet.book(slot_of(fleet, "a"), "r", CHAIN, PROMPT, hit_tokens=0))

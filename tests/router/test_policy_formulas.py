@@ -96,14 +96,14 @@ CASES = [
         {1},
         [0, 900 - 960, 1000 - 960],
     ),
-    # ttft and marginal in tokens
+    # with no speed measured ttft counts tokens, and marginal is locality
     ("ttft", candidates(hit=[0, 960], pending=[100, 980], running=[9, 0]), {1}, [1100, 1020]),
-    # 100 + 1000 × 1, 980 + 40 × 5, 400 + 40 × 10
+    # (100 + 1000) × 1, (980 + 40) × 5, (50 + 40) × 10; a stay in seconds changes nothing
     (
         "marginal",
-        candidates(hit=[0, 960, 960], pending=[100, 980, 400], running=[0, 4, 9]),
+        candidates(hit=[0, 960, 960], pending=[100, 980, 50], running=[0, 4, 9], stay_s=4),
         {2},
-        [1100, 1180, 800],
+        [1100, 5100, 900],
     ),
     # in seconds: b = 1 ms and 2 ms a token, e = 1 µs a pair. New: 1000 with 500,000 pairs, and
     # 200 with (1000² − 800²)/2 = 180,000
@@ -131,6 +131,48 @@ CASES = [
         ),
         {1},
         [0.105 + 2 * 1.5, 1.2 + 2 * 0.58],
+    ),
+    # requests stay 1.5 s, three are at each worker: 2 arrivals a second each. Own waits 1 s and
+    # 0.8 s; with those behind 1 × (1 + 2 × 1) = 3 and 0.8 × (1 + 2 × 0.2) = 1.12. The mean wait is
+    # 0.9 s: first tokens weigh 1.5 / 0.9, and 1 once more as a part of the stay
+    (
+        "marginal",
+        candidates(
+            hit=[0, 800], pending=[0, 600], running=[2, 4], s_per_token=[1e-3] * 2, stay_s=1.5
+        ),
+        {1},
+        [3 * 8 / 3 + 1 * 2, 1.12 * 8 / 3 + 0.2 * 4],
+    ),
+    # the hit saves ten others 0.8 s each, but its own wait of 6.2 s is a first token's too, of
+    # which the mean is 3.6 s
+    (
+        "marginal",
+        candidates(
+            hit=[0, 800], pending=[0, 6000], running=[10, 10], s_per_token=[1e-3] * 2, stay_s=5
+        ),
+        {0},
+        [3 * (1 + 5 / 3.6) + 10, 6.2 * 1.4 * (1 + 5 / 3.6) + 2],
+    ),
+    # before it is known how long requests stay, the two sums are not weighed
+    (
+        "marginal",
+        candidates(hit=[0, 800], pending=[0, 6000], running=[10, 10], s_per_token=[1e-3] * 2),
+        {1},
+        [1 + 10, 6.2 + 2],
+    ),
+    # idle workers: nobody is held up
+    (
+        "marginal",
+        candidates(hit=[0, 800], pending=[0, 0], s_per_token=[1e-3] * 2, stay_s=1.2),
+        {1},
+        [1 * 3, 0.2 * 3],
+    ),
+    # equal costs: the smaller batch
+    (
+        "marginal",
+        candidates(hit=[0, 0], pending=[2000, 0], running=[0, 2], s_per_token=[1e-3] * 2),
+        {0},
+        [3, 3],
     ),
     # whoever has not measured counts as the median of the others: b = 2 ms, e = 0
     (
