@@ -90,24 +90,28 @@ def ttft(
 def marginal(
     candidates: Candidates, parameters: NoParameters, state: None, rng: random.Random
 ) -> Decision:
-    """What this placement adds to everybody's time to the first token and to the end of answers.
+    """What this placement adds to everybody's time, waiting for first tokens counted for more.
 
-    In seconds, with `x = pending + new` this request's own wait and `λ` the arrivals a second
-    that each worker gets:
+    In seconds, with `λ` the arrivals a second that each worker gets:
 
-        first = x × (1 + λ × new)            its own wait, and that of the λ × x that come behind
-                                             it before x has passed, each by `new`
-        end   = first + new × batch          who is there decodes, or soon will, and is held up
-                                             by `new`: prefill goes before decoding
-        cost  = first × end_now / first_now + end
+        queued = pending × (1 + λ × new)        its own wait, and that of the λ × pending that come
+                                                behind it before this has passed
+        own    = new × (1 + λ × new + batch)    its prefill, for which those that come meanwhile
+                                                wait, and all that are there: prefill goes before
+                                                decoding, and who waits before it decodes then
+        cost   = queued × (1 + stay / wait) + own
 
-    What is queued already is not delayed by a newcomer, so `pending` is not multiplied by the
-    batch as in `locality`. The two sums grow by `first` and `end`; each is weighed by its present
-    mean, so that a per cent of the one is worth a per cent of the other: the cost is the step
-    downhill of log mean TTFT + log mean E2E, times `end_now`. The means are those that the
-    candidates show: a wait of `first_now = mean(x)`, and `end_now = stay_s`; by Little's law
-    `λ = mean(batch) / stay_s`. Nothing to tune: a fleet with backlogs everywhere has a long
-    `first_now`, and cares for the answers; one that is busy decoding cares for first tokens.
+    `queued + own` is what the time to the end of all answers grows by. What is queued already is
+    not delayed by a newcomer, so `pending` is not multiplied by the batch as in `locality`.
+    `queued` is what the time to all first tokens grows by because of the queue. The two are weighed
+    by their present means, so that a per cent of the one is worth a per cent of the other, as in
+    the sum of log mean TTFT and log mean E2E. The means are those that the candidates show: a
+    `wait = mean(pending + new)` and `stay = stay_s`; by Little's law `λ = mean(batch) / stay`.
+    Nothing to tune: a fleet with backlogs everywhere waits long, and cares for the answers; one
+    that is busy decoding cares for first tokens.
+
+    Its own prefill is not weighed as a first token: then short prompts would never go to a worker
+    that lacks their beginning, and agents crowd on the few that have it (docs/study).
 
     While nothing has been placed yet `stay_s` is unknown: `pending + new × (batch + 1)`. With no
     prefill speed measured there are no seconds, and it decides as `locality` does, in tokens.
@@ -116,20 +120,21 @@ def marginal(
     """
     work = prefill_work(candidates)
     wait = work.pending + work.new
+    batch, stay_s = candidates.batch, candidates.stay_s
     if not work.in_seconds:
-        costs = wait * candidates.batch
+        costs = wait * batch
         costs += wait
-        return Decision(least(costs, candidates, 0.0, rng), costs)
-    costs = work.new * candidates.batch
-    stay_s = candidates.stay_s
-    if not stay_s:
+    elif not stay_s:
+        costs = work.new * batch
         costs += wait
     else:
-        first = work.new * float(candidates.batch.mean() / stay_s)
-        first += 1.0
-        first *= wait
-        first *= 1.0 + stay_s / float(wait.mean())
-        costs += first
+        behind = work.new * float(batch.mean() / stay_s)
+        behind += 1.0
+        queued = work.pending * behind
+        queued *= 1.0 + stay_s / float(wait.mean())
+        behind += batch
+        costs = work.new * behind
+        costs += queued
     return Decision(least(costs, candidates, 0.0, rng), costs)
 
 
