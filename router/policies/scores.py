@@ -128,12 +128,15 @@ def marginal(
         costs = work.new * batch
         costs += wait
     else:
-        behind = work.new * float(batch.mean() / stay_s)
+        # sums, as numpy's mean costs as much as four of these lines
+        per_s, mean_wait = batch.sum() / len(batch) / stay_s, wait.sum() / len(wait)
+        behind = work.new * per_s
         behind += 1.0
         queued = work.pending * behind
-        queued *= 1.0 + stay_s / float(wait.mean())
+        queued *= 1.0 + stay_s / mean_wait
         behind += batch
-        costs = work.new * behind
+        behind *= work.new
+        costs = behind
         costs += queued
     return Decision(least(costs, candidates, 0.0, rng), costs)
 
@@ -151,20 +154,20 @@ def prefill_work(candidates: Candidates) -> PrefillWork:
 
     A worker that has not measured its speed yet counts as the median of those that have.
     """
-    new = candidates.new_tokens
-    speed = candidates.s_per_token
-    measured = None if speed is None else speed > 0
-    if speed is None or measured is None or not measured.any():
+    new, speed = candidates.new_tokens, candidates.s_per_token
+    if speed is None or speed.item(speed.argmax()) <= 0:
         pending_tokens = candidates.pending_tokens.astype(np.float64)
         return PrefillWork(pending_tokens, new.astype(np.float64), in_seconds=False)
     per_pair = np.zeros(len(new)) if candidates.s_per_pair is None else candidates.s_per_pair
-    if not measured.all():
+    if speed.item(speed.argmin()) <= 0:
+        measured = speed > 0
         speed = np.where(measured, speed, np.median(speed[measured]))
         per_pair = np.where(measured, per_pair, np.median(per_pair[measured]))
-    prompt = candidates.prompt_tokens
-    known = prompt - new  # of the hit, what is really not computed
-    new_pairs = (prompt * prompt - known * known) / 2
     pending: FloatArray = speed * candidates.pending_tokens
     if candidates.pending_pairs is not None:
-        pending = pending + per_pair * candidates.pending_pairs
-    return PrefillWork(pending, speed * new + per_pair * new_pairs, in_seconds=True)
+        pending += per_pair * candidates.pending_pairs
+    # prompt² − hit², of the hit what is really not computed
+    new_pairs = (2 * candidates.prompt_tokens - new) * new / 2
+    seconds = speed * new
+    seconds += per_pair * new_pairs
+    return PrefillWork(pending, seconds, in_seconds=True)
