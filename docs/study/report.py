@@ -106,6 +106,11 @@ def _policies(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if not _is_variant(row) and row["seeds"] == seeds]
 
 
+def _ran(policy: str, row: Row, rows: Iterable[Row]) -> bool:
+    """Whether `row` is the policy's, with every seed of the cell."""
+    return row["policy"] == policy and row["seeds"] == max(other["seeds"] for other in rows)
+
+
 def _table(rows: list[Row]) -> str:
     first = rows[0]
     ordered = sorted(rows, key=lambda row: (_is_variant(row), row["ttft_s"]))
@@ -147,7 +152,7 @@ def _counts(cells: Iterable[list[Row]]) -> str:
     cells = list(cells)
     for policy in COMPARED:
         missed = [
-            _missed(ratios(row, rows)) for rows in cells for row in rows if row["policy"] == policy
+            _missed(ratios(row, rows)) for rows in cells for row in rows if _ran(policy, row, rows)
         ]
         met = [sum(field not in one for one in missed) for field in (*BOUNDS, "kept")]
         told = [len(missed), sum(not one for one in missed), *met]
@@ -173,7 +178,7 @@ def _verdicts(cells: Iterable[list[Row]]) -> str:
         kept = max(best, key=lambda row: row["kept"])
         told.append(f"{kept['policy']} ({kept['kept']:.1%})")
         for policy in shown:
-            mine = next((row for row in rows if row["policy"] == policy), None)
+            mine = next((row for row in rows if _ran(policy, row, rows)), None)
             told.append("" if mine is None else _against(ratios(mine, rows)))
         lines.append(f"| {_title(rows[0])} | " + " | ".join(told) + " |")
     return "\n".join(lines) + "\n"
