@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -329,6 +330,8 @@ def _plain(place: int, message: Message) -> dict[str, Any]:
         param = f"messages[{place}].content"
         raise RequestError(f"`{param}` is missing: send a string", param=param)
     plain: dict[str, Any] = {"role": message.role, "content": content or ""}
+    if message.name is None and message.tool_calls is None and message.tool_call_id is None:
+        return plain
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_calls is not None:
@@ -389,7 +392,17 @@ _UNSERVED: dict[str, _Unserved] = {
 }
 
 
-def _refuse_unserved(body: CommonBody) -> None:
+_ASKED = {
+    kind: attrgetter(*(field for field in kind.__struct_fields__ if field in _UNSERVED))
+    for kind in (ChatBody, CompletionBody)
+}
+"""What a body says in such fields: None in all of them, mostly."""
+
+
+def _refuse_unserved(body: ChatBody | CompletionBody) -> None:
+    asked = _ASKED[type(body)](body)
+    if asked.count(None) == len(asked):
+        return
     for field, rule in _UNSERVED.items():
         value = getattr(body, field, None)
         if value is not None and not rule.harmless(value):

@@ -1,21 +1,22 @@
 """Variants of `marginal`, each with one thing changed, so that a reader sees what it contributes.
 
-`marginal` is `first × (1 + stay / mean(wait)) + new × batch` in seconds, with `wait = pending +
-new` and `first = wait × (1 + λ × new)`; see `router.policies.scores`. Where that is not known yet,
-the variants decide as it does.
+`marginal` is `pending × behind × (1 + stay / wait) + new × (behind + batch)` in seconds, with
+`behind = 1 + λ × new`; see `router.policies.scores`. Where that is not known yet, the variants
+decide as it does.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from router.coming import ComingBlocks
 from router.fleet import Fleet
 from router.policies import Candidates, Decision, Policy, least, scores
-from router.policies.base import FloatArray, NoParameters
+from router.policies.base import FloatArray, IntArray, NoParameters
 from router.policies.scores import prefill_work
 
 Score = Callable[[Candidates], FloatArray]
@@ -27,44 +28,58 @@ def marginal(candidates: Candidates) -> FloatArray:
     return np.asarray(decision.costs, dtype=np.float64)
 
 
-def from_parts(change: Callable[[Candidates, FloatArray, FloatArray], FloatArray]) -> Score:
-    """Of a request's own wait and what it computes itself, `[n]` seconds each, in which `stay_s` is
-    known."""
+class Parts(NamedTuple):
+    """pending, new   seconds, `[n]`
+    behind         1 + those that come behind it, for each second, `[n]`
+    weight         of the wait in the queue: 1 + stay / mean wait
+    batch          `[n]`
+    """
+
+    pending: FloatArray
+    new: FloatArray
+    behind: FloatArray
+    weight: float
+    batch: IntArray
+
+    def cost(self) -> FloatArray:
+        """The formula."""
+        queued = self.pending * self.behind * self.weight
+        return queued + self.new * (self.behind + self.batch)
+
+
+def from_parts(change: Callable[[Parts], FloatArray]) -> Score:
+    """Where `stay_s` is known."""
 
     def score(candidates: Candidates) -> FloatArray:
-        work = prefill_work(candidates)
-        if not work.in_seconds or not candidates.stay_s:
+        work, stay_s = prefill_work(candidates), candidates.stay_s
+        if not work.in_seconds or not stay_s:
             return marginal(candidates)
-        return change(candidates, work.pending + work.new, work.new)
+        behind = 1.0 + work.new * candidates.batch.mean() / stay_s
+        weight = 1.0 + stay_s / float((work.pending + work.new).mean())
+        return change(Parts(work.pending, work.new, behind, weight, candidates.batch))
 
     return score
 
 
-def behind(candidates: Candidates, wait: FloatArray, new: FloatArray) -> FloatArray:
-    """Its own wait and that of those that come behind it: `first`."""
-    first: FloatArray = wait * (1.0 + new * candidates.batch.mean() / candidates.stay_s)
-    return first
-
-
-def none_behind(candidates: Candidates, wait: FloatArray, new: FloatArray) -> FloatArray:
+def none_behind(parts: Parts) -> FloatArray:
     """Those that come behind it not counted."""
-    weight = 1.0 + candidates.stay_s / wait.mean()
-    return wait * weight + new * candidates.batch
+    return parts.pending * parts.weight + parts.new * (1 + parts.batch)
 
 
-def ends_alone(candidates: Candidates, wait: FloatArray, new: FloatArray) -> FloatArray:
+def unweighed(parts: Parts) -> FloatArray:
     """The time to the end of answers alone."""
-    return behind(candidates, wait, new) + new * candidates.batch
+    return parts.pending * parts.behind + parts.new * (parts.behind + parts.batch)
 
 
-def first_alone(candidates: Candidates, wait: FloatArray, new: FloatArray) -> FloatArray:
-    """The time to the first token alone."""
-    return behind(candidates, wait, new)
+def prefill_weighed(parts: Parts) -> FloatArray:
+    """Its own prefill weighed as a first token, as the wait in the queue is."""
+    first = (parts.pending + parts.new) * parts.behind
+    return first * parts.weight + parts.new * parts.batch
 
 
-def fixed_weight(candidates: Candidates, wait: FloatArray, new: FloatArray) -> FloatArray:
-    """First tokens weigh five times as much everywhere, whatever the fleet is doing."""
-    return behind(candidates, wait, new) * 5.0 + new * candidates.batch
+def five_times(parts: Parts) -> FloatArray:
+    """The queue weighed five times, whatever the fleet is doing."""
+    return parts._replace(weight=5.0).cost()
 
 
 def before(candidates: Candidates) -> FloatArray:
@@ -115,14 +130,15 @@ def _variant(score: Score, tie: float = 0.0) -> Callable[[], Policy]:
     return lambda: Policy(score.__name__, choose, NoParameters(), None)
 
 
-BEFORE = "marginal, unweighed"
+BEFORE = "marginal, as it was"
+WEIGHED_TOO = "marginal, own prefill weighed too"
 WITHOUT_COMING = "marginal, hits on their way not counted"
 VARIANTS: dict[str, Callable[[], Policy]] = {
     BEFORE: _variant(before, 0.01),
     "marginal, those behind not counted": _variant(from_parts(none_behind)),
-    "marginal, ends of answers alone": _variant(from_parts(ends_alone)),
-    "marginal, first tokens alone": _variant(from_parts(first_alone)),
-    "marginal, first tokens times 5": _variant(from_parts(fixed_weight)),
+    "marginal, ends of answers alone": _variant(from_parts(unweighed)),
+    WEIGHED_TOO: _variant(from_parts(prefill_weighed)),
+    "marginal, weight 5": _variant(from_parts(five_times)),
     "marginal, pending left out": _variant(no_pending),
     "marginal, running only": _variant(running_only),
     "marginal, without the quadratic part": _variant(linear),
@@ -131,6 +147,8 @@ VARIANTS: dict[str, Callable[[], Policy]] = {
     "marginal, memory": _variant(with_memory),
     "marginal, ties of 1 %": _variant(marginal, 0.01),
 }
+EVERYWHERE = (BEFORE, WEIGHED_TOO)
+"""In every cell."""
 
 
 def prepare(name: str, fleet: Fleet) -> None:

@@ -90,24 +90,28 @@ def ttft(
 def marginal(
     candidates: Candidates, parameters: NoParameters, state: None, rng: random.Random
 ) -> Decision:
-    """What this placement adds to everybody's time to the first token and to the end of answers.
+    """What this placement adds to everybody's time, waiting for first tokens counted for more.
 
-    In seconds, with `x = pending + new` this request's own wait and `λ` the arrivals a second
-    that each worker gets:
+    In seconds, with `λ` the arrivals a second that each worker gets:
 
-        first = x × (1 + λ × new)            its own wait, and that of the λ × x that come behind
-                                             it before x has passed, each by `new`
-        end   = first + new × batch          who is there decodes, or soon will, and is held up
-                                             by `new`: prefill goes before decoding
-        cost  = first × end_now / first_now + end
+        queued = pending × (1 + λ × new)        its own wait, and that of the λ × pending that come
+                                                behind it before this has passed
+        own    = new × (1 + λ × new + batch)    its prefill, for which those that come meanwhile
+                                                wait, and all that are there: prefill goes before
+                                                decoding, and who waits before it decodes then
+        cost   = queued × (1 + stay / wait) + own
 
-    What is queued already is not delayed by a newcomer, so `pending` is not multiplied by the
-    batch as in `locality`. The two sums grow by `first` and `end`; each is weighed by its present
-    mean, so that a per cent of the one is worth a per cent of the other: the cost is the step
-    downhill of log mean TTFT + log mean E2E, times `end_now`. The means are those that the
-    candidates show: a wait of `first_now = mean(x)`, and `end_now = stay_s`; by Little's law
-    `λ = mean(batch) / stay_s`. Nothing to tune: a fleet with backlogs everywhere has a long
-    `first_now`, and cares for the answers; one that is busy decoding cares for first tokens.
+    `queued + own` is what the time to the end of all answers grows by. What is queued already is
+    not delayed by a newcomer, so `pending` is not multiplied by the batch as in `locality`.
+    `queued` is what the time to all first tokens grows by because of the queue. The two are weighed
+    by their present means, so that a per cent of the one is worth a per cent of the other, as in
+    the sum of log mean TTFT and log mean E2E. The means are those that the candidates show: a
+    `wait = mean(pending + new)` and `stay = stay_s`; by Little's law `λ = mean(batch) / stay`.
+    Nothing to tune: a fleet with backlogs everywhere waits long, and cares for the answers; one
+    that is busy decoding cares for first tokens.
+
+    Its own prefill is not weighed as a first token: then short prompts would never go to a worker
+    that lacks their beginning, and agents crowd on the few that have it (docs/study).
 
     While nothing has been placed yet `stay_s` is unknown: `pending + new × (batch + 1)`. With no
     prefill speed measured there are no seconds, and it decides as `locality` does, in tokens.
@@ -116,20 +120,24 @@ def marginal(
     """
     work = prefill_work(candidates)
     wait = work.pending + work.new
+    batch, stay_s = candidates.batch, candidates.stay_s
     if not work.in_seconds:
-        costs = wait * candidates.batch
+        costs = wait * batch
         costs += wait
-        return Decision(least(costs, candidates, 0.0, rng), costs)
-    costs = work.new * candidates.batch
-    stay_s = candidates.stay_s
-    if not stay_s:
+    elif not stay_s:
+        costs = work.new * batch
         costs += wait
     else:
-        first = work.new * float(candidates.batch.mean() / stay_s)
-        first += 1.0
-        first *= wait
-        first *= 1.0 + stay_s / float(wait.mean())
-        costs += first
+        # sums, as numpy's mean costs as much as four of these lines
+        per_s, mean_wait = batch.sum() / len(batch) / stay_s, wait.sum() / len(wait)
+        behind = work.new * per_s
+        behind += 1.0
+        queued = work.pending * behind
+        queued *= 1.0 + stay_s / mean_wait
+        behind += batch
+        behind *= work.new
+        costs = behind
+        costs += queued
     return Decision(least(costs, candidates, 0.0, rng), costs)
 
 
@@ -146,20 +154,20 @@ def prefill_work(candidates: Candidates) -> PrefillWork:
 
     A worker that has not measured its speed yet counts as the median of those that have.
     """
-    new = candidates.new_tokens
-    speed = candidates.s_per_token
-    measured = None if speed is None else speed > 0
-    if speed is None or measured is None or not measured.any():
+    new, speed = candidates.new_tokens, candidates.s_per_token
+    if speed is None or speed.item(speed.argmax()) <= 0:
         pending_tokens = candidates.pending_tokens.astype(np.float64)
         return PrefillWork(pending_tokens, new.astype(np.float64), in_seconds=False)
     per_pair = np.zeros(len(new)) if candidates.s_per_pair is None else candidates.s_per_pair
-    if not measured.all():
+    if speed.item(speed.argmin()) <= 0:
+        measured = speed > 0
         speed = np.where(measured, speed, np.median(speed[measured]))
         per_pair = np.where(measured, per_pair, np.median(per_pair[measured]))
-    prompt = candidates.prompt_tokens
-    known = prompt - new  # of the hit, what is really not computed
-    new_pairs = (prompt * prompt - known * known) / 2
     pending: FloatArray = speed * candidates.pending_tokens
     if candidates.pending_pairs is not None:
-        pending = pending + per_pair * candidates.pending_pairs
-    return PrefillWork(pending, speed * new + per_pair * new_pairs, in_seconds=True)
+        pending += per_pair * candidates.pending_pairs
+    # prompt² − hit², of the hit what is really not computed
+    new_pairs = (2 * candidates.prompt_tokens - new) * new / 2
+    seconds = speed * new
+    seconds += per_pair * new_pairs
+    return PrefillWork(pending, seconds, in_seconds=True)

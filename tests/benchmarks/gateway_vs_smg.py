@@ -96,7 +96,11 @@ def run() -> int:
         print(f"{NAME}: could not run: {error}", file=sys.stderr)
         return 2
     lookups = compare(str(python))
-    print(f"{os.cpu_count()} cores for client, workers and gateway; threads: {threads}")
+    load = os.getloadavg()[0]
+    print(
+        f"{os.cpu_count()} cores for client, workers and gateway, load average {load:.1f} at the "
+        f"end; threads: {threads}"
+    )
     theirs = "did not run: " + lookups.trouble
     if lookups.theirs_us is not None:
         theirs = f"{lookups.theirs_us:.0f} µs, {lookups.theirs_us / lookups.ours_us:.2f} times ours"
@@ -116,7 +120,7 @@ def measure(stage: Stage, gateways: list[Gateway]) -> Results:
     direct = [int(url.rpartition(":")[2]) for url in stage.worker_urls]
     targets: list[tuple[str, list[int], Gateway | None]] = [(DIRECT, direct, None)]
     targets += [(gateway.name, [gateway.port], gateway) for gateway in gateways]
-    runs: dict[Case, dict[str, list[tuple[Result, float]]]] = defaultdict(lambda: defaultdict(list))
+    runs: dict[Case, dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
     for _, ports, _ in targets:
         for prompts in WORDING:
             ask(client, Order(ports=ports, case=prompts, concurrency=8, seconds=0.5, seed=-1))
@@ -124,7 +128,6 @@ def measure(stage: Stage, gateways: list[Gateway]) -> Results:
         for case in CASES:
             order = targets[number % len(targets) :] + targets[: number % len(targets)]
             for name, ports, gateway in order:
-                cpu = gateway.cpu_s() if gateway else 0.0
                 result = ask(
                     client,
                     Order(
@@ -133,10 +136,10 @@ def measure(stage: Stage, gateways: list[Gateway]) -> Results:
                         concurrency=case.concurrency,
                         seconds=SECONDS,
                         seed=number,
+                        pid=gateway.pid if gateway else 0,
                     ),
                 )
-                cpu_s = gateway.cpu_s() - cpu if gateway else 0.0
-                runs[case][name].append((result, cpu_s))
+                runs[case][name].append(result)
     return {case: {n: summary(r) for n, r in by_name.items()} for case, by_name in runs.items()}
 
 
@@ -152,15 +155,15 @@ def ask(client: subprocess.Popen[bytes], order: Order) -> Result:
     return msgspec.json.decode(line, type=Result)
 
 
-def summary(runs: list[tuple[Result, float]]) -> Measured:
-    """Rounds together. CPU time of conversations holds their uncounted first requests too."""
-    ttft_ms = sorted(1e3 * second for result, _ in runs for second in result.ttft_s)
+def summary(runs: list[Result]) -> Measured:
+    """Rounds together."""
+    ttft_ms = sorted(1e3 * second for result in runs for second in result.ttft_s)
     requests = len(ttft_ms)
     return Measured(
-        requests / sum(result.wall_s for result, _ in runs),
+        requests / sum(result.wall_s for result in runs),
         statistics.median(ttft_ms),
         ttft_ms[int(0.99 * requests)],
-        1e6 * sum(cpu_s for _, cpu_s in runs) / requests,
+        1e6 * sum(result.cpu_s for result in runs) / requests,
     )
 
 
@@ -186,6 +189,8 @@ def report(results: Results) -> int:
         ours, theirs = by_name[OURS], by_name[THEIRS]
         rate = ours.requests_per_s / theirs.requests_per_s
         ttft = (theirs.p50_ms - base.p50_ms) / (ours.p50_ms - base.p50_ms)
+        cpu = theirs.cpu_us / ours.cpu_us
+        print(f"{WORDING[case.prompts]}, {case.concurrency} at once: CPU time {cpu:.2f}")
         for ratio, what in ((rate, "requests a second"), (ttft, "added TTFT")):
             text = f"{WORDING[case.prompts]}, {case.concurrency} at once: {what}"
             print(f"{text} {ratio:.2f}" + ("" if case.par else " (no part of the value)"))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cluster.blocks import Namespace, join_hashes, split_hashes
-from cluster.following import Following, Held, Need
+from cluster.following import Following, Held, Need, card_problem
 from cluster.protocol import PROTOCOL_VERSION, Load, Report, WorkerCard
 
 SECRET = b"s"
@@ -391,6 +391,13 @@ def test_a_report_of_another_version_that_cannot_even_be_decoded_is_refused_by_n
     assert "cannot be read" in alone.following.refused["a"]
     assert alone.take(b"\xc1") is None
     assert alone.following.unreadable == 3
+
+
+def test_a_worker_that_is_not_reached_over_plain_http_is_refused() -> None:
+    card = msgspec.json.decode(Alone().worker.card(), type=WorkerCard)
+    assert card_problem(card, SECRET) == ""
+    encrypted = msgspec.structs.replace(card, address="https://10.0.0.7:1")
+    assert "announce it as http://HOST:PORT" in card_problem(encrypted, SECRET)
 
 
 def test_a_refused_worker_is_not_read_again_until_its_next_life() -> None:

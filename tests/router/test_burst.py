@@ -40,11 +40,11 @@ class Pool:
         return self.dispatcher.place("tiny", asked, f"r{self.sent}")
 
 
-def test_marginal_gathers_a_burst_where_computing_the_prefix_again_is_dear():
-    # 0.54 s of prefill anywhere, which hold up four requests; 0.03 s where the first went
+def test_marginal_gathers_a_burst_where_computing_the_prefix_again_holds_up_many():
+    # 0.54 s of prefill anywhere, which hold up forty requests; 0.03 s where the first went
     pool = Pool("marginal")
     for number in range(4):
-        pool.load(f"w{number}", running=4, prefill_s_per_token=1e-3)
+        pool.load(f"w{number}", running=40, prefill_s_per_token=1e-3)
     placements = [pool.send(prompt(number)) for number in range(6)]
     assert len({placement.worker for placement in placements}) == 1
     assert [placement.predicted_hit_tokens for placement in placements] == [0, *[512] * 5]

@@ -132,28 +132,27 @@ CASES = [
         {1},
         [0.105 + 2 * 1.5, 1.2 + 2 * 0.58],
     ),
-    # requests stay 1.5 s, three are at each worker: 2 arrivals a second each. Own waits 1 s and
-    # 0.8 s; with those behind 1 × (1 + 2 × 1) = 3 and 0.8 × (1 + 2 × 0.2) = 1.12. The mean wait is
-    # 0.9 s: first tokens weigh 1.5 / 0.9, and 1 once more as a part of the stay
+    # requests stay 1.5 s, three are at each worker: 2 arrivals a second each. With 1 s and 0.2 s of
+    # own prefill each second of the queue is waited by 3 and 1.4. The mean wait is 0.9 s: the queue
+    # weighs 1.5 / 0.9 more
     (
         "marginal",
         candidates(
             hit=[0, 800], pending=[0, 600], running=[2, 4], s_per_token=[1e-3] * 2, stay_s=1.5
         ),
         {1},
-        [3 * 8 / 3 + 1 * 2, 1.12 * 8 / 3 + 0.2 * 4],
+        [1 * (3 + 2), 0.6 * 1.4 * 8 / 3 + 0.2 * (1.4 + 4)],
     ),
-    # the hit saves ten others 0.8 s each, but its own wait of 6.2 s is a first token's too, of
-    # which the mean is 3.6 s
+    # the hit saves ten others 0.8 s each, but it waits 6 s for it, and the mean wait is 3.6 s
     (
         "marginal",
         candidates(
             hit=[0, 800], pending=[0, 6000], running=[10, 10], s_per_token=[1e-3] * 2, stay_s=5
         ),
         {0},
-        [3 * (1 + 5 / 3.6) + 10, 6.2 * 1.4 * (1 + 5 / 3.6) + 2],
+        [1 * (3 + 10), 6 * 1.4 * (1 + 5 / 3.6) + 0.2 * (1.4 + 10)],
     ),
-    # before it is known how long requests stay, the two sums are not weighed
+    # before it is known how long requests stay, the queue weighs as much as anything
     (
         "marginal",
         candidates(hit=[0, 800], pending=[0, 6000], running=[10, 10], s_per_token=[1e-3] * 2),
@@ -165,7 +164,7 @@ CASES = [
         "marginal",
         candidates(hit=[0, 800], pending=[0, 0], s_per_token=[1e-3] * 2, stay_s=1.2),
         {1},
-        [1 * 3, 0.2 * 3],
+        [1, 0.2],
     ),
     # equal costs: the smaller batch
     (

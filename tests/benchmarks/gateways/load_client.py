@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import sys
 import time
 from collections.abc import Iterator
 from functools import cache
 from itertools import accumulate
+from pathlib import Path
 from typing import cast
 
 import msgspec
@@ -30,6 +32,7 @@ LONG_CHARACTERS = 32_000
 TURNS = 16
 """A conversation goes on so often; half of it before and half of it after 32k characters."""
 
+HERTZ = os.sysconf("SC_CLK_TCK")
 END_OF_BODY = b"0\r\n\r\n"
 
 
@@ -39,6 +42,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     ports         targets; connections take them in turn
     case          "short", "turn" or "new"
     seed          same seed, same prompts
+    pid           of the target; 0 where it is no single process
     """
 
     ports: list[int]
@@ -46,10 +50,11 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int
     seconds: float
     seed: int
+    pid: int = 0
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """`ttft_s` of each request; how long the whole took; the client's own CPU time."""
+    """`ttft_s` of each request; how long the whole took, and the target's CPU time in it."""
 
     ttft_s: list[float]
     wall_s: float
@@ -165,6 +170,14 @@ class Connection(asyncio.Protocol):
         self._transport.close()
 
 
+def cpu_time_s(pid: int) -> float:
+    """CPU time of a process, all threads, since its start."""
+    if not pid:
+        return 0.0
+    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(stat[11]) + int(stat[12])) / HERTZ
+
+
 async def measure(order: Order) -> Result:
     """Run an order. Conversations' first requests are not counted."""
     loop = asyncio.get_running_loop()
@@ -189,9 +202,9 @@ async def measure(order: Order) -> Result:
                 return
             ttft_s.append(await connection.ask(request))
 
-    began, cpu = time.perf_counter(), time.process_time()
+    began, cpu = time.perf_counter(), cpu_time_s(order.pid)
     await asyncio.gather(*map(drive, connections, queues))
-    wall_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu
+    wall_s, cpu_s = time.perf_counter() - began, cpu_time_s(order.pid) - cpu
     for connection in connections:
         connection.close()
     return Result(ttft_s=ttft_s, wall_s=wall_s, cpu_s=cpu_s)
