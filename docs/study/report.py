@@ -99,16 +99,19 @@ def _is_variant(row: Row) -> bool:
     return row["policy"].startswith("marginal, ")
 
 
-def _policies(rows: Iterable[Row]) -> list[Row]:
+def _seeds(rows: Iterable[Row]) -> int:
+    """With how many seeds the cell ran."""
+    return max(row["seeds"] for row in rows if not _is_variant(row))
+
+
+def _policies(rows: list[Row]) -> list[Row]:
     """What may be the best: policies of the router that ran with every seed of the cell."""
-    rows = list(rows)
-    seeds = max(row["seeds"] for row in rows)
-    return [row for row in rows if not _is_variant(row) and row["seeds"] == seeds]
+    return [row for row in rows if not _is_variant(row) and row["seeds"] == _seeds(rows)]
 
 
 def _ran(policy: str, row: Row, rows: Iterable[Row]) -> bool:
     """Whether `row` is the policy's, with every seed of the cell."""
-    return row["policy"] == policy and row["seeds"] == max(other["seeds"] for other in rows)
+    return row["policy"] == policy and row["seeds"] == _seeds(rows)
 
 
 def _table(rows: list[Row]) -> str:
@@ -127,7 +130,7 @@ def _table(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def ratios(mine: Row, rows: Iterable[Row]) -> dict[str, float]:
+def ratios(mine: Row, rows: list[Row]) -> dict[str, float]:
     """To the best policy of the cell, measure by measure."""
     best = _policies(rows)
     most = max(row["kept"] for row in best)

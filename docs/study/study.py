@@ -153,6 +153,8 @@ ALSO_TUNED = [BASE._replace(workload=name) for name in ("shared_prefix", "hot_pr
 def more_of(cell: Cell) -> list[str]:
     """What runs beside `CORE`: in the first cell all policies there are."""
     names = list(variants.VARIANTS if cell in ABLATED else variants.EVERYWHERE)
+    if cell in ALSO_TUNED:
+        names.append(variants.WITHOUT_COMING)
     if cell in ABLATED or cell in ALSO_TUNED:
         names += TUNED
     if cell == BASE:
