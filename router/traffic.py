@@ -51,7 +51,11 @@ class Traffic:
         where none is in flight.
 
         Of this router's own requests alone, so that others that send to the same workers do not
-        distort it.
+        distort it. Where none has come for long the rate says little, and in the end nothing; but
+        no request has stayed since before the first one.
         """
+        if not self.in_flight:
+            return 0.0
+        longest_s = max(MEMORY_S, now - self._began)
         rate = self.per_s(now)
-        return self.in_flight / rate if rate else 0.0
+        return min(self.in_flight / rate, longest_s) if rate else longest_s

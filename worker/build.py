@@ -10,6 +10,7 @@ import torch
 from cluster.blocks import Namespace
 from cluster.protocol import ModelInfo
 from cluster.settings import WorkerSettings
+from worker.attention import attention_backend
 from worker.decode_graphs import CudaCapture
 from worker.emulator import EMULATED, build_emulated
 from worker.engine import EngineConfig, EngineCore
@@ -113,7 +114,9 @@ def _reserved_bytes(
         -(-context_tokens // settings.block_size),
     )
     step, graphs = step_bytes(config, dtype, limits), 0
-    if settings.cuda_graphs and settings.attention != "sdpa":
+    # asked first: where triton is missing it says what to do
+    backend = attention_backend(settings.attention, device)
+    if settings.cuda_graphs and backend.replayable_decodes:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         splits = splits_of_sizes(config, settings.max_batch_size, context_tokens, processors)
         graphs = graph_bytes(config, dtype, limits, splits)

@@ -64,7 +64,7 @@ def graph_bytes(
 
     splits  into how many parts attention splits keys, for each batch size that is captured
     """
-    batch = limits.max_batch_size
+    batch = max(splits)  # captured whether or not the token budget lets so many in
     inputs = sum(4 * size + size + 1 for size in splits) + batch * (limits.blocks_of_sequence + 1)
     sums = sum(size * parts for size, parts in splits.items() if parts > 1)
     kept = INDEX_BYTES * inputs + FLOAT_BYTES * batch * config.vocab_size

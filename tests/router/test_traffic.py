@@ -52,3 +52,11 @@ def test_littles_law_tells_how_long_a_request_stays():
     for _ in range(30):
         traffic.end()
     assert traffic.stay_s(now) == 0
+
+
+@pytest.mark.parametrize("silent_s", [300.0, 3600.0, 43_000.0, 1e6])
+def test_in_a_long_silence_no_stay_is_longer_than_all_that_time(silent_s):
+    """43,000 s: the rate is so low that a request divided by it is no number any more."""
+    traffic = Traffic()
+    traffic.come(5.0)
+    assert 60 <= traffic.stay_s(5.0 + silent_s) <= silent_s

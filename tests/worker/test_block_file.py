@@ -1,6 +1,7 @@
 """A block's file is a hit only where it is exactly what is expected."""
 
 import os
+import shutil
 
 import pytest
 
@@ -154,7 +155,8 @@ class TestOtherNamespaces:
     def write(self, folder, count, first_ns):
         """A chain of so many blocks, written one after the other from that time on."""
         for index in range(count):
-            header = folder.header(bytes([index]) * 16, b"p" * 16, b"t" * 32)
+            parent = bytes([index - 1]) * 16 if index else b""
+            header = folder.header(bytes([index]) * 16, parent, b"t" * 32)
             folder.write(header, BODY)
             path = folder.path / name_of(header.block_hash)
             os.utime(path, ns=(first_ns + index, first_ns + index))
@@ -203,6 +205,83 @@ class TestOtherNamespaces:
         self.write(mine, 2, 2000)
         assert len(self.held(old)) == 2
         mine.close()
+
+    def test_a_beginning_used_later_than_its_end_goes_after_it(self, tmp_path):
+        old = self.open(tmp_path, "old")
+        self.write(old, 3, 1000)
+        for index in (2, 1, 0):  # as an orderly end leaves them
+            path = old.path / name_of(bytes([index]) * 16)
+            os.utime(path, ns=(2000 - index, 2000 - index))
+        old.close()
+        mine = self.open(tmp_path, "mine")
+        self.write(mine, 2, 3000)
+        assert self.held(old) == ["00", "01"]
+        mine.close()
+
+    def test_a_folder_that_was_removed_by_hand_is_no_hindrance(self, tmp_path):
+        old = self.open(tmp_path, "old")
+        self.write(old, 2, 1000)
+        old.close()
+        mine = self.open(tmp_path, "mine")
+        shutil.rmtree(old.path.parent)
+        self.write(mine, 4, 2000)
+        assert len(self.held(mine)) == 4
+        mine.close()
+
+    def test_files_may_go_while_they_are_listed(self, tmp_path, monkeypatch):
+        theirs = self.open(tmp_path, "theirs")
+        self.write(theirs, 2, 1000)
+        listed = os.scandir
+
+        class Entries(list):
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *error):
+                pass
+
+        def and_then_gone(folder):
+            if folder != theirs.path:
+                return listed(folder)
+            entries = Entries(listed(folder))
+            for entry in entries:
+                os.unlink(entry.path)
+            return entries
+
+        monkeypatch.setattr(os, "scandir", and_then_gone)
+        mine = self.open(tmp_path, "mine")
+        self.write(mine, 1, 2000)
+        mine.close()
+        theirs.close()
+
+    def test_a_write_that_failed_takes_no_room_from_others(self, tmp_path, monkeypatch):
+        old = self.open(tmp_path, "old")
+        self.write(old, 2, 1000)
+        old.close()
+        mine = self.open(tmp_path, "mine")
+        with monkeypatch.context() as broken:
+            broken.setattr("worker.tiers.disk_folder.write_block_file", failing)
+            for _ in range(2):
+                with pytest.raises(OSError, match="no space"):
+                    self.write(mine, 1, 2000)
+        self.write(mine, 2, 2000)
+        assert len(self.held(old)) == 2
+        mine.close()
+
+    def test_what_was_ones_own_until_now_counts_once_it_is_closed(self, tmp_path):
+        former = self.open(tmp_path, "former")
+        self.write(former, 4, 1000)
+        smaller = open_folder(tmp_path, NAMESPACE, bound_bytes=2 * former.block_bytes)
+        former.close()
+        smaller.find_leftovers()
+        assert self.held(former) == ["00", "01"]
+        self.write(smaller, 1, 2000)
+        assert self.held(former) == ["00"]
+        smaller.close()
+
+
+def failing(path, header, body):
+    raise OSError(28, "no space left on device")
 
 
 def fields_of(namespace):

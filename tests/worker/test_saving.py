@@ -126,3 +126,30 @@ def test_every_policy_s_cache_can_be_saved(eviction):
     cached = set(rig.core.cached_blocks())
     assert saved(rig) == (len(cached), len(cached))
     assert set(rig.folder.files) == cached
+
+
+@pytest.mark.parametrize("disk_blocks", [3, 5])
+def test_a_disk_too_small_for_all_gets_the_most_valuable(disk_blocks):
+    rig = first_life(disk_blocks=disk_blocks)
+    rig.add("latest again", [*prompt_of(12, first=3), 5])
+    latest = set(rig.core._scheduler.waiting["latest again"].hashes[:3])
+    assert saved(rig) == (disk_blocks, 8)
+    assert latest <= rig.folder.files.keys()
+    assert len(rig.folder.files) == disk_blocks
+
+
+def test_what_lies_on_a_full_disk_already_is_not_displaced_by_what_is_worth_less():
+    rig = TieredRig(capacity_blocks=40, block_size=4, host_blocks=16, disk_blocks=6)
+    hashes = {}
+    for first, name in ((9, "oldest"), (5, "middle"), (3, "latest")):
+        rig.add(name, [*prompt_of(12, first=first), 1])
+        hashes[name] = rig.core._scheduler.waiting[name].hashes
+        rig.drain()
+    cache, disk = rig.core._cache, rig.core.tiers.disk
+    for name in ("latest", "oldest"):  # as if evicted once, and then loaded from host memory
+        cache.offer(cache._blocks[hashes[name][-1]], rig.now)
+        rig.settle()
+        disk.touch(map(disk.get, hashes[name]), {"latest": -9.0, "oldest": -5.0}[name])
+    assert set(rig.folder.files) == {*hashes["latest"], *hashes["oldest"]}
+    assert saved(rig) == (6, 9)
+    assert set(rig.folder.files) == {*hashes["latest"], *hashes["middle"]}

@@ -61,6 +61,14 @@ def test_the_graphs_of_an_8b_model():
     assert graph_bytes(LLAMA_8B, torch.bfloat16, LIMITS, {8: 4, 256: 1}) == expected
 
 
+def test_graphs_of_more_sequences_than_the_budget_lets_in_are_counted():
+    few = LIMITS._replace(token_budget=64, max_batch_size=64)
+    of_256 = {8: 4, 256: 1}
+    assert graph_bytes(LLAMA_8B, torch.bfloat16, few, of_256) == graph_bytes(
+        LLAMA_8B, torch.bfloat16, LIMITS, of_256
+    )
+
+
 def test_small_batches_are_split_among_the_processors():
     splits = splits_of_sizes(LLAMA_8B, 64, 8192, 132)
     assert list(splits)[:4] == [1, 2, 4, 8]

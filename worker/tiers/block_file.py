@@ -72,13 +72,15 @@ def write_block_file(path: Path, header: Header, body: bytes | memoryview) -> No
         raise
 
 
-def read_header(path: Path, body_bytes: int) -> Header:
-    """The header alone; of the rest only the size is looked at. Raises BadBlockFile, OSError."""
+def read_header(path: Path, body_bytes: int | None = None) -> Header:
+    """The header alone; of the rest only the size is looked at, where `body_bytes` says what it
+    should be. Raises BadBlockFile, OSError."""
     with path.open("rb") as file:
         front = file.read(PREFIX.size)
         encoded = file.read(_header_bytes(front))
         size = os.fstat(file.fileno()).st_size
-    if size != PREFIX.size + len(encoded) + body_bytes + DIGEST_BYTES:
+    front_bytes = PREFIX.size + len(encoded)
+    if body_bytes is not None and size != front_bytes + body_bytes + DIGEST_BYTES:
         raise BadBlockFile(f"it has {size} bytes")
     return _decoded(encoded)
 

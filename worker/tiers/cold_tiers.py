@@ -88,6 +88,8 @@ class ColdTiers:
         """
         if self._folder is not None:
             self._writer.submit(self._folder.close)
+            if folder is not None:  # until then it was in use, and so no leftover
+                self._writer.submit(folder.find_leftovers)
         self._folder = folder
         if folder is None:
             self.disk = ChainSet(0)
@@ -237,6 +239,10 @@ class ColdTiers:
         for job, _, twin, disk in self._writing:
             if twin.alive and not job.cancelled() and job.exception() is None:
                 disk.set_ready(twin)
+
+    def keep_on_disk(self, hashes: Sequence[bytes], now: float) -> None:
+        """Have what the disk tier holds of these blocks, used at `now`, be the last to go."""
+        self.disk.touch([entry for entry in map(self.disk.get, hashes) if entry is not None], now)
 
     def note_use(self, hashes: Sequence[bytes]) -> None:
         """Have blocks on disk count as used just now in this order, the last one last."""

@@ -73,10 +73,15 @@ class DiskFolder:
         self.block_bytes = -(-size // ALLOCATION_BYTES) * ALLOCATION_BYTES
         """Room that one block takes at most."""
         self.path, self._lock = _own_folder(root / self._namespace)
+        self._root = root
         self._bound_bytes = bound_bytes
         self._files = sum(entry.name.endswith(SUFFIX) for entry in os.scandir(self.path))
-        self._leftovers = Leftovers(root, self.path)
-        self._leftovers.shrink(bound_bytes - self._files * self.block_bytes)
+        self.find_leftovers()
+
+    def find_leftovers(self) -> None:
+        """Look anew at what other namespaces have left, and have it keep within the bound."""
+        self._leftovers = Leftovers(self._root, self.path)
+        self._leftovers.shrink(self._bound_bytes - self._files * self.block_bytes)
 
     def header(self, block_hash: bytes, parent: bytes, content: bytes) -> Header:
         """The header of a block's file here."""
@@ -111,10 +116,10 @@ class DiskFolder:
     def write(self, header: Header, body: bytes | memoryview) -> None:
         """Write a block's file, for which other namespaces make room. Raises OSError."""
         path = self.path / name_of(header.block_hash)
-        if not path.exists():
-            self._files += 1
-        self._leftovers.shrink(self._bound_bytes - self._files * self.block_bytes)
+        files = self._files + (not path.exists())
+        self._leftovers.shrink(self._bound_bytes - files * self.block_bytes)
         write_block_file(path, header, body)
+        self._files = files
 
     def read(self, header: Header) -> bytes:
         """The KV of a block, verified. Raises OSError, BadBlockFile."""

@@ -7,18 +7,21 @@ longest ago first. A folder that another worker has locked is that worker's.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from worker.tiers.block_file import SUFFIX
+from worker.tiers.block_file import SUFFIX, BadBlockFile, name_of, read_header
 
 LOCK = "lock"
 
 
 class _File(NamedTuple):
-    written_ns: int
+    used_ns: int
     path: Path
     bytes: int
 
@@ -31,42 +34,90 @@ class Leftovers:
 
     def __init__(self, root: Path, own: Path) -> None:
         """`own` is `root/<namespace>/<number>`."""
-        folders = [
-            _files_of(parent / own.name)
-            for parent in root.iterdir()
-            if parent != own.parent and (parent / own.name).is_dir()
-        ]
-        # The last to go stands first: namespaces by their latest use; in each what was written
-        # first, so that nothing stays whose beginning has gone.
-        folders = sorted(filter(None, folders), key=lambda files: -files[-1].written_ns)
-        self._files = [file for files in folders for file in files]
-        self.bytes = sum(file.bytes for file in self._files)
+        folders = [_files_of(p / own.name) for p in root.iterdir() if p != own.parent]
+        # The last to go stands first.
+        self._folders = sorted(filter(None, folders), key=lambda files: -max(files).used_ns)
+        self._in_order: list[_File] | None = None
+        self.bytes = sum(map(_bytes_of, self._folders))
 
     def shrink(self, limit_bytes: int) -> None:
         """Have them take so much at most, as far as they are nobody's."""
-        while self._files and self.bytes > limit_bytes:
-            file = self._files[-1]
-            lock = os.open(file.path.parent / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                while self._files and self.bytes > limit_bytes:
-                    if self._files[-1].path.parent != file.path.parent:
-                        break
-                    last = self._files.pop()
-                    last.path.unlink(missing_ok=True)
-                    self.bytes -= last.bytes
-            except BlockingIOError:  # it has come into use
-                self._files = [one for one in self._files if one.path.parent != file.path.parent]
-                self.bytes = sum(one.bytes for one in self._files)
-            finally:
-                os.close(lock)
+        while self._folders and self.bytes > limit_bytes:
+            files = self._folders[-1]
+            with _lock_of(files[0].path.parent) as free:
+                if free:
+                    self._shrink(files, limit_bytes)
+            if not (free and files):  # it is empty, or has come into use
+                self._folders.pop()
+                self.bytes = sum(map(_bytes_of, self._folders))
+
+    def _shrink(self, files: list[_File], limit_bytes: int) -> None:
+        if files is not self._in_order:
+            files[:] = _beginnings_first(files)
+            self._in_order = files
+        while files and self.bytes > limit_bytes:
+            last = files.pop()
+            last.path.unlink(missing_ok=True)
+            self.bytes -= last.bytes
+
+
+@contextlib.contextmanager
+def _lock_of(folder: Path) -> Iterator[bool]:
+    """Hold the folder's lock, where it can be had; yields whether it is held."""
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:  # the folder has gone, or is another user's
+        yield False
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+    else:
+        yield True
+    finally:
+        os.close(lock)
+
+
+def _bytes_of(files: list[_File]) -> int:
+    return sum(file.bytes for file in files)
 
 
 def _files_of(folder: Path) -> list[_File]:
-    """The block files of a folder, the one written first at the front."""
+    """The block files of a folder; none where it is not there or is another user's."""
     files = []
-    for entry in os.scandir(folder):
-        if entry.name.endswith(SUFFIX):
-            stat = entry.stat()
-            files.append(_File(stat.st_mtime_ns, Path(entry.path), stat.st_blocks * 512))
-    return sorted(files)
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(SUFFIX):
+                with contextlib.suppress(FileNotFoundError):  # its worker may be running
+                    stat = entry.stat()
+                    files.append(_File(stat.st_mtime_ns, Path(entry.path), stat.st_blocks * 512))
+    return files
+
+
+def _beginnings_first(files: list[_File]) -> list[_File]:
+    """The last to go first: by the latest use of a block or of what continues it, and each behind
+    the one that it continues, so that nothing stays whose beginning has gone."""
+    names = {file.path.name for file in files}
+    below: defaultdict[str, list[_File]] = defaultdict(list)
+    for file in files:
+        above = _above(file.path)
+        below[above if above in names else ""].append(file)
+    order: list[_File] = []
+    rest = below[""].copy()
+    while rest:
+        order.append(rest.pop())
+        rest += below.get(order[-1].path.name, ())
+    used_ns: dict[str, int] = {}
+    for file in reversed(order):
+        continued = [used_ns[each.path.name] for each in below.get(file.path.name, ())]
+        used_ns[file.path.name] = max([file.used_ns, *continued])
+    return sorted(order, key=lambda file: -used_ns[file.path.name])
+
+
+def _above(path: Path) -> str:
+    """The name of the file of the block before; "" where there is none or nobody knows."""
+    try:
+        return name_of(read_header(path).parent)
+    except (OSError, BadBlockFile):
+        return ""

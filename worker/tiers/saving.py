@@ -32,9 +32,11 @@ def save_cache(
     """
     until = clock() + seconds
     order = cache.wind_up()
+    fits = order[: tiers.disk.capacity]  # what goes beyond would take the room of the first ones
+    tiers.keep_on_disk([cache.hash_of(block) for block in fits], cache.now)
     at_once = max(1, min(BLOCKS_AT_ONCE, tiers.host.capacity // 2))
-    for first in range(0, len(order), at_once):
-        for block in order[first : first + at_once]:
+    for first in range(0, len(fits), at_once):
+        for block in fits[first : first + at_once]:
             cache.offer(block, cache.now)
         if not _settle(tiers, until, clock, idle):
             break
