@@ -141,6 +141,7 @@ async def test_the_admin_key_is_asked_for(path, header, status):
         ({"X-Forwarded-For": "10.1.2.3"}, 403),
         ({"Forwarded": "for=10.1.2.3"}, 403),
         ({"Origin": "http://elsewhere.example"}, 403),
+        ({"Origin": "http://["}, 403),
     ],
 )
 async def test_without_an_admin_key_only_this_machine_is_admitted(headers, status):
