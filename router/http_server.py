@@ -32,6 +32,10 @@ IDLE_S = 75.0
 """A connection is closed when for so long nothing was answered and neither a request began, nor
 was a head completed, nor anything of a body came: a head may not trickle in for ever."""
 
+MAX_AHEAD = 8
+"""While so many requests of a connection wait for their turn no more is read from it, and its end
+is not noticed."""
+
 SWEEP_S = 5.0
 LINGER_S = 2.0
 """After an answer that did not wait for its request's end, what still comes is thrown away for so
@@ -284,9 +288,9 @@ class _Connection(asyncio.Protocol):
         self._waiting.append(request)
         if self.task is None:
             self.task = self._loop.create_task(self._answer_waiting())
-        elif not self._paused:
+        elif len(self._waiting) >= MAX_AHEAD and not self._paused:
             self._paused = True
-            self.transport.pause_reading()  # until its turn has come
+            self.transport.pause_reading()  # until their turn has come
 
     def _take_unframed(self, data: bytes) -> bytes:
         body, rest = data[: self._unframed], data[self._unframed :]

@@ -304,10 +304,31 @@ async def test_a_refused_body_is_read_over_and_the_connection_kept():
         assert (await answer(reader))[0] == 200
 
 
-async def test_a_client_that_leaves_cancels_its_handler():
+async def test_who_sends_many_requests_ahead_is_read_from_when_their_turn_comes(monkeypatch):
+    paused = []
+    pause = http_server._Connection._enqueue
+
+    def noting(connection, request):
+        pause(connection, request)
+        paused.append(connection._paused)
+
+    monkeypatch.setattr(http_server._Connection, "_enqueue", noting)
+    async with Site() as site:
+        reader, writer = await site.connect()
+        ahead = 3 * http_server.MAX_AHEAD
+        writer.write(b"".join(post(b"%d" % number) for number in range(ahead)))
+        told = [json.loads((await answer(reader))[2])["body"] for _ in range(ahead)]
+        assert told == [str(number) for number in range(ahead)]
+        assert any(paused)
+        writer.write(GET)
+        assert (await answer(reader))[0] == 200
+
+
+@pytest.mark.parametrize("ahead", [b"", GET, GET + b"no HTTP at all\r\n"])
+async def test_a_client_that_leaves_cancels_its_handler(ahead):
     async with Site() as site:
         _, writer = await site.connect()
-        writer.write(GET.replace(b"/echo", b"/wait"))
+        writer.write(GET.replace(b"/echo", b"/wait") + ahead)
         async with asyncio.timeout(10):
             await site.began.wait()
             writer.close()
