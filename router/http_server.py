@@ -252,6 +252,9 @@ class _Connection(asyncio.Protocol):
         if request.version not in ("1.0", "1.1"):
             self._give_up(f"it is HTTP/{request.version}", 505)
             return
+        if request.version == "1.0" and "transfer-encoding" in self.headers:
+            self._give_up("HTTP/1.0 knows no chunks", 400)  # a proxy may see no body here
+            return
         length = int(self.headers.get("content-length", 0))  # the parser lets blanks follow it
         server = self._server
         server.admit(request)

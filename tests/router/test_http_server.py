@@ -270,6 +270,7 @@ CHUNKED_HEAD = b"POST /echo HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\
         (CHUNKED_HEAD + b"Connection: upgrade\r\nUpgrade: h2c\r\n\r\n1\r\na\r\n0\r\n\r\n", 400),
         (b"GET /echo HTTP/1.1\r\nX-A: " + b"a" * 400_000, 431),
         (CHUNKED_HEAD + b"\r\n1;" + b"a" * 400_000, 431),
+        (CHUNKED_HEAD.replace(b"1.1", b"1.0") + b"Connection: keep-alive\r\n\r\n0\r\n\r\n", 400),
         (b"GET http://[ HTTP/1.1\r\n\r\n", 400),
         (b"CONNECT h:80 HTTP/1.1\r\n\r\n", 400),
         (post(b"x" * (MAX_BODY_BYTES + 1)), 413),
