@@ -194,12 +194,27 @@ def _admit_admin(request: Request, key: str) -> None:
 
 
 def _is_foreign(headers: Mapping[str, str]) -> bool:
-    """Whether a web page of another origin made a browser send the request."""
-    origin = headers.get("origin")
+    """Whether a web page of another origin may have made a browser send the request.
+
+    A page can have its own name resolve to this machine; then the origin is no other one to the
+    browser. Such a name has a dot, and is no address.
+    """
+    origin, host = headers.get("origin"), headers.get("host", "")
     try:
-        return origin is not None and urlsplit(origin).netloc != headers.get("host")
+        name = urlsplit(f"//{host}").hostname or ""
+        if origin is not None and urlsplit(origin).netloc != host:
+            return True
     except ValueError:
         return True
+    return "." in name.removesuffix(".localhost") and not _is_address(name)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_local(remote: str) -> bool:
