@@ -183,9 +183,7 @@ def _admit_admin(request: Request, key: str) -> None:
         return
     headers = request.headers
     proxied = "x-forwarded-for" in headers or "forwarded" in headers
-    origin = headers.get("origin")
-    foreign = origin is not None and urlsplit(origin).netloc != headers.get("host")
-    if proxied or foreign or not _is_local(request.remote):
+    if proxied or _is_foreign(headers) or not _is_local(request.remote):
         raise RequestError(
             "without an admin key, /admin is open to clients on the gateway's machine only: set "
             "gateway.admin_key (STEMROUTE_GATEWAY_ADMIN_KEY) and send it as a bearer token",
@@ -193,6 +191,30 @@ def _admit_admin(request: Request, key: str) -> None:
             type="permission_error",
             code="admin_not_allowed",
         )
+
+
+def _is_foreign(headers: Mapping[str, str]) -> bool:
+    """Whether a web page of another origin may have made a browser send the request.
+
+    A page can have its own name resolve to this machine; then the origin is no other one to the
+    browser. Such a name has a dot, and is no address.
+    """
+    origin, host = headers.get("origin"), headers.get("host", "")
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        if origin is not None and urlsplit(origin).netloc != host:
+            return True
+    except ValueError:
+        return True
+    return "." in name.removesuffix(".localhost") and not _is_address(name)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_local(remote: str) -> bool:

@@ -237,15 +237,17 @@ class Forwarder:
 
 
 async def _refusal(upstream: WorkerAnswer, worker: str) -> Response:
-    """Pass a 4xx on as it is; raise _TryElsewhere for 429 and 5xx."""
+    """Pass a 4xx on as it is; raise _TryElsewhere for 429 and all others."""
     try:
         body = await upstream.read()
     except WorkerLost as error:
         raise _dropped(worker, error) from error
     status = upstream.status
-    if status != 429 and status < 500:
+    if status != 429 and 400 <= status < 500:
         kind = upstream.headers.get("content-type", "application/json")
         return Response(body, status, {"Content-Type": kind})
+    if status < 400:
+        status = 502  # neither an answer nor a refusal
     reason = {429: "full", 503: "unavailable"}.get(status, "failed")
     try:
         told = msgspec.json.decode(body, type=ErrorAnswer).error
@@ -253,7 +255,8 @@ async def _refusal(upstream: WorkerAnswer, worker: str) -> Response:
         raise _TryElsewhere(
             reason,
             RequestError(
-                f"the worker {worker} answered with status {status}: try again in a moment",
+                f"the worker {worker} answered with status {upstream.status}: try again in a "
+                "moment",
                 status=status,
                 type="server_error",
                 code="worker_failed",

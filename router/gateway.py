@@ -29,6 +29,7 @@ from router.member import ModelGroup
 from router.metrics import BusStatus, Metrics
 from router.openai_api import ApiRequest, parse_chat, parse_completion, parse_either
 from router.policies import parse_policy
+from router.readiness import ReadyView, readiness
 from router.shadow import Shadows, parse_shadows
 from router.tokenization import Prompt, Tokenization
 from router.worker_admin import WorkerAdmin
@@ -71,24 +72,6 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
     data: list[ModelEntry]
     object: Literal["list"] = "list"
-
-
-class IndexView(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the prefix index can be trusted, with the reason in words where not."""
-
-    stale: bool
-    reason: str
-
-
-class ReadyView(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of `/ready`. `reasons` is empty where the gateway is ready."""
-
-    ready: bool
-    reasons: list[str]
-    models: list[str]
-    workers_ready: int
-    index: IndexView
-    refused: dict[str, str]
 
 
 class Gateway:
@@ -347,35 +330,8 @@ class Gateway:
 
     def readiness(self) -> ReadyView:
         """Whether requests can be served by prefix, and in words why not."""
-        status = self._follower.status
-        members = self.fleet.members()
-        refused = {**status.refused, **self.fleet.refused()}
-        reasons = []
-        usable = sum(member.usable for member in members)
-        if not members:
-            reasons.append(f"no worker has announced itself in the pool {self.settings.pool!r}")
-        elif not usable:
-            states = ", ".join(
-                f"{m.card.worker} is "
-                + ("refused" if m.refused else "not reachable" if m.suspect_until else m.state)
-                for m in members
-            )
-            reasons.append(f"none of the {len(members)} workers can serve: {states}")
-        if not usable:
-            reasons += [f"worker {name} is refused: {why}" for name, why in refused.items()]
-        stale, why = status.stale, status.reason
-        if self._following is not None and self._following.done():
-            stale, why = True, "the bus follower has ended; the log says why"
-        if stale:
-            reasons.append(f"the index is stale: {why}")
-        return ReadyView(
-            ready=not reasons,
-            reasons=reasons,
-            models=list(self.fleet.models()),
-            workers_ready=usable,
-            index=IndexView(stale=stale, reason=why or self.fleet.index.problem),
-            refused=refused,
-        )
+        following = self._following is None or not self._following.done()
+        return readiness(self.settings.pool, self.fleet, self._follower.status, following)
 
 
 def _headers_to_workers(secret: str) -> dict[str, str]:

@@ -29,7 +29,12 @@ FRAMING_PER_BYTE = 8
 """Besides, a byte of a body may cost so much in the framing of its chunks."""
 
 IDLE_S = 75.0
-"""A connection on which nothing comes and nothing is answered is closed after that."""
+"""A connection is closed when for so long nothing was answered and neither a request began, nor
+was a head completed, nor anything of a body came: a head may not trickle in for ever."""
+
+MAX_AHEAD = 8
+"""While so many requests of a connection wait for their turn no more is read from it, and its end
+is not noticed."""
 
 SWEEP_S = 5.0
 LINGER_S = 2.0
@@ -80,23 +85,23 @@ class HttpServer:
         return str(name[0]), int(name[1])
 
     async def stop(self, drain_s: float) -> None:
-        """Take no new requests, give answers `drain_s` to end, then cut what is left."""
+        """Take no new requests, give answers `drain_s` to end and to be read, then cut what is
+        left."""
         self.closing = True
         self._listening.close()
         self._sweeping.cancel()
         for connection in list(self.connections):
             if connection.task is None:
                 connection.transport.close()
-        tasks = [each.task for each in self.connections if each.task is not None]
-        if tasks:
-            _, late = await asyncio.wait(tasks, timeout=drain_s)
+        if self.connections:
+            self._last_gone = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._last_gone], timeout=drain_s)
+            late = [each.task for each in self.connections if each.task is not None]
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        for connection in list(self.connections):
-            connection.transport.abort()
-        if self.connections:
-            self._last_gone = asyncio.get_running_loop().create_future()
+            for connection in list(self.connections):
+                connection.transport.abort()
             await self._last_gone
         await self._listening.wait_closed()
 
@@ -129,8 +134,8 @@ class _Connection(asyncio.Protocol):
         self._url = b""
         self._framing_bytes = 0  # of the request that is coming in: all but its body
         self._coming: Request | None = None  # its head is there, its body not yet
-        self._parts: list[bytes] = []
-        self._body_bytes = 0
+        self._body = bytearray()  # no list: thousands of small chunks would take many times as much
+        self._body_bytes = 0  # of it, kept or not
         self._unframed = 0  # bytes of a body that the parser leaves to us
         self._waiting: deque[Request] = deque()
         self._may_write: asyncio.Future[None] | None = None
@@ -185,7 +190,6 @@ class _Connection(asyncio.Protocol):
         self._may_write = None
 
     def data_received(self, data: bytes) -> None:
-        self.heard_at = self._loop.time()
         while data and not self._throws_away:
             if self._unframed:
                 data = self._take_unframed(data)
@@ -212,6 +216,7 @@ class _Connection(asyncio.Protocol):
     # What the parser says
 
     def on_message_begin(self) -> None:
+        self.heard_at = self._loop.time()
         self.headers = {}
         self._url = b""
 
@@ -229,45 +234,55 @@ class _Connection(asyncio.Protocol):
         if self._throws_away:
             return
         parser = self._parser
+        self.heard_at = self._loop.time()
         self._framing_bytes = 0
+        try:
+            path = _path(self._url)
+        except httptools.HttpParserInvalidURLError:
+            self._give_up("its target is no URL", 400)
+            return
         request = self._coming = Request(
             self,
             self.headers,
             parser.get_method().decode("latin-1"),
-            _path(self._url),
+            path,
             parser.get_http_version(),
             parser.should_keep_alive(),
         )
         if request.version not in ("1.0", "1.1"):
             self._give_up(f"it is HTTP/{request.version}", 505)
             return
-        length = self.headers.get("content-length", "")
+        if request.version == "1.0" and "transfer-encoding" in self.headers:
+            self._give_up("HTTP/1.0 knows no chunks", 400)  # a proxy may see no body here
+            return
+        length = int(self.headers.get("content-length", 0))  # the parser lets blanks follow it
         server = self._server
         server.admit(request)
-        if length.isdecimal() and int(length) > server.max_body_bytes:
+        if length > server.max_body_bytes:
             self._refuse_body()
         elif parser.should_upgrade():
             if "transfer-encoding" in self.headers or request.method == "CONNECT":
                 self._give_up("it asks for another protocol", 400)
-            self._unframed = int(length) if length.isdecimal() else 0
+            self._unframed = length
         elif self.headers.get("expect", "").lower() == "100-continue" and self.task is None:
             self.transport.write(CONTINUE)
 
     def on_body(self, body: bytes) -> None:
         if self._coming is None or self._throws_away:
             return
+        self.heard_at = self._loop.time()
         self._body_bytes += len(body)
         if self._body_bytes > self._server.max_body_bytes:
             self._refuse_body()
         elif self._coming.refusal is None:
-            self._parts.append(body)
+            self._body += body
 
     def on_message_complete(self) -> None:
         request = self._coming
         if self._throws_away or request is None or self._unframed:
             return
-        parts, self._parts = self._parts, []
-        request.body = parts[0] if len(parts) == 1 else b"".join(parts)
+        request.body = bytes(self._body)
+        self._body.clear()
         self._coming = None
         self._body_bytes = self._framing_bytes = 0
         self._enqueue(request)
@@ -276,9 +291,9 @@ class _Connection(asyncio.Protocol):
         self._waiting.append(request)
         if self.task is None:
             self.task = self._loop.create_task(self._answer_waiting())
-        elif not self._paused:
+        elif len(self._waiting) >= MAX_AHEAD and not self._paused:
             self._paused = True
-            self.transport.pause_reading()  # until its turn has come
+            self.transport.pause_reading()  # until their turn has come
 
     def _take_unframed(self, data: bytes) -> bytes:
         body, rest = data[: self._unframed], data[self._unframed :]
@@ -305,6 +320,10 @@ class _Connection(asyncio.Protocol):
                     break
         except ClientGone:
             return
+        except Exception:
+            log.exception("an answer cannot be sent")
+            self.transport.abort()
+            return
         finally:
             self.task = None
             self.heard_at = self._loop.time()
@@ -323,7 +342,7 @@ class _Connection(asyncio.Protocol):
         request.refusal = request.refusal or self._server.too_large
         request.keeps_alive = False
         self._throws_away = True
-        self._parts.clear()
+        self._body.clear()
         self._enqueue(request)
 
     def _give_up(self, reason: str, status: int) -> None:

@@ -7,13 +7,13 @@ are refused with a sentence that says what to change; none is dropped in silence
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from cluster.protocol import RequestError, Sampling
+from router.unserved import UNSERVED
 
 MAX_STOP_STRINGS = 16
 MAX_SALT_CHARACTERS = 256
@@ -341,59 +341,8 @@ def _plain(place: int, message: Message) -> dict[str, Any]:
     return plain
 
 
-class _Unserved(NamedTuple):
-    harmless: Callable[[Any], bool]
-    advice: str
-
-
-def _is(*values: Any) -> Callable[[Any], bool]:
-    return lambda value: any(value == v and isinstance(value, type(v)) for v in values)
-
-
-def _is_number(number: float) -> Callable[[Any], bool]:
-    return lambda value: (
-        isinstance(value, int | float) and not isinstance(value, bool) and value == number
-    )
-
-
-_LEAVE_OUT = "leave it out"
-_UNSERVED: dict[str, _Unserved] = {
-    "best_of": _Unserved(_is_number(1), "only one answer is drawn: leave it out or set it to 1"),
-    "logprobs": _Unserved(_is(False), "log probabilities are not returned: leave it out"),
-    "top_logprobs": _Unserved(_is_number(0), "log probabilities are not returned: leave it out"),
-    "prompt_logprobs": _Unserved(_is_number(0), "log probabilities are not returned: leave it out"),
-    "frequency_penalty": _Unserved(_is_number(0), "leave it out or set it to 0"),
-    "presence_penalty": _Unserved(_is_number(0), "leave it out or set it to 0"),
-    "repetition_penalty": _Unserved(_is_number(1), "leave it out or set it to 1"),
-    "logit_bias": _Unserved(_is({}), _LEAVE_OUT),
-    "min_p": _Unserved(_is_number(0), "leave it out or set it to 0; `top_p` is served"),
-    "min_tokens": _Unserved(_is_number(0), "leave it out or set it to 0"),
-    "stop_token_ids": _Unserved(_is([]), "leave it out; `stop` takes strings"),
-    "bad_words": _Unserved(_is([]), _LEAVE_OUT),
-    "allowed_token_ids": _Unserved(_is([]), _LEAVE_OUT),
-    "use_beam_search": _Unserved(_is(False), _LEAVE_OUT),
-    "response_format": _Unserved(
-        lambda value: isinstance(value, dict) and value.get("type") == "text",
-        'answers are free text: leave it out or set it to {"type": "text"}',
-    ),
-    "guided_json": _Unserved(_is(), _LEAVE_OUT),
-    "guided_regex": _Unserved(_is(), _LEAVE_OUT),
-    "guided_choice": _Unserved(_is(), _LEAVE_OUT),
-    "guided_grammar": _Unserved(_is(), _LEAVE_OUT),
-    "structured_outputs": _Unserved(_is(), _LEAVE_OUT),
-    "functions": _Unserved(_is([]), "it is outdated: send `tools` instead"),
-    "function_call": _Unserved(_is("none", "auto"), "it cannot be forced: leave it out"),
-    "modalities": _Unserved(_is(["text"], []), 'only text is answered: set it to ["text"]'),
-    "audio": _Unserved(_is(), "only text is answered: leave it out"),
-    "chat_template": _Unserved(_is(), "the model's own chat template is used: leave it out"),
-    "continue_final_message": _Unserved(_is(False), "send a completion request instead"),
-    "echo": _Unserved(_is(False), "the prompt is not sent back: leave it out"),
-    "suffix": _Unserved(_is(""), "text is only generated at the end: leave it out"),
-}
-
-
 _ASKED = {
-    kind: attrgetter(*(field for field in kind.__struct_fields__ if field in _UNSERVED))
+    kind: attrgetter(*(field for field in kind.__struct_fields__ if field in UNSERVED))
     for kind in (ChatBody, CompletionBody)
 }
 """What a body says in such fields: None in all of them, mostly."""
@@ -403,7 +352,7 @@ def _refuse_unserved(body: ChatBody | CompletionBody) -> None:
     asked = _ASKED[type(body)](body)
     if asked.count(None) == len(asked):
         return
-    for field, rule in _UNSERVED.items():
+    for field, rule in UNSERVED.items():
         value = getattr(body, field, None)
         if value is not None and not rule.harmless(value):
             raise RequestError(

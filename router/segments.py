@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 from cluster.blocks import hash_blocks
 
 MAX_CHARACTERS = 16_000_000
-"""Of the segments kept: some 50 MB with their tokens and hashes."""
+"""Of the segments kept. With their tokens and hashes they take some 50 MB where four characters are
+a token, and some 500 MB at most, where each is four tokens, as emoji may be."""
 
 NODE_CHARACTERS = 200
 """What a node counts for besides its text."""

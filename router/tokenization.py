@@ -27,6 +27,10 @@ from router.words import Words
 THREAD_CHARACTERS = 8_000
 """Longer texts are tokenised in a thread: about 2 ms of work that would hold up all streams."""
 
+MAX_NEW_MESSAGES = 200
+"""Of a chat, for rendering them one by one: some 2 ms. Each takes 15 times as long as in a chat
+that is rendered whole, so a body of many short messages would hold up all streams."""
+
 CACHE_CHARACTERS = 8_000_000
 """Text and tokens of this many characters are kept for requests with an equal text."""
 
@@ -121,6 +125,8 @@ class Encoder:
         assert template is not None
         if first > len(messages):
             return []
+        if len(messages) - first > MAX_NEW_MESSAGES:
+            raise NotByMessage
         places = range(first, len(messages))
         texts = [*(template.part(messages, place) for place in places), template.tail(messages)]
         if all(map(self._cutter.starts, texts if first else texts[1:])):

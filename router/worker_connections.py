@@ -197,7 +197,7 @@ class _Connection(asyncio.Protocol):
             self.transport.write(head + body)
         else:
             self.transport.writelines((head, body))
-        too_late = self._loop.call_later(timeout_s, self._fail, TimeoutError())
+        too_late = self._loop.call_later(timeout_s, self._be_too_late)
         try:
             while not self.status:
                 await self._wait()
@@ -301,8 +301,10 @@ class _Connection(asyncio.Protocol):
             if len(self._head) > MAX_HEAD_BYTES:
                 raise MalformedBody("the head is too long")
             return b""
-        lines = self._head[:end].decode("latin-1").split("\r\n")
-        rest, self._head = self._head[end + 4 :], b""
+        head, rest, self._head = self._head[:end], self._head[end + 4 :], b""
+        lines = head.decode("latin-1").split("\r\n")
+        if not head.count(b"\r") == head.count(b"\n") == len(lines) - 1:
+            raise MalformedBody("a line break stands alone in the head")  # clients get headers
         version, _, after = lines[0].partition(" ")
         if not version.startswith("HTTP/1."):
             raise MalformedBody(f"not a status line: {lines[0][:40]!r}")
@@ -332,6 +334,10 @@ class _Connection(asyncio.Protocol):
         self.status = status
         self._wake(at_once=True)
         return rest
+
+    def _be_too_late(self) -> None:
+        if not self.status:  # the head may have come in this very turn of the loop
+            self._fail(TimeoutError())
 
     def _fail(self, trouble: WorkerLost | TimeoutError) -> None:
         self._trouble = self._trouble or trouble

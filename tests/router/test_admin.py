@@ -141,6 +141,12 @@ async def test_the_admin_key_is_asked_for(path, header, status):
         ({"X-Forwarded-For": "10.1.2.3"}, 403),
         ({"Forwarded": "for=10.1.2.3"}, 403),
         ({"Origin": "http://elsewhere.example"}, 403),
+        ({"Origin": "http://["}, 403),
+        ({"Host": "rebound.example", "Origin": "http://rebound.example"}, 403),
+        ({"Host": "rebound.example:8000"}, 403),
+        ({"Host": "localhost:8000"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+        ({"Host": "this-machine"}, 200),
     ],
 )
 async def test_without_an_admin_key_only_this_machine_is_admitted(headers, status):

@@ -298,6 +298,17 @@ async def test_errors_of_the_request_pass_through_and_are_not_retried():
         assert sum(len(worker.requests) for worker in rig.workers) == 1
 
 
+@pytest.mark.parametrize("status", [204, 206, 302])
+async def test_what_is_neither_an_answer_nor_a_refusal_is_a_502(status):
+    async with Rig(workers=2, attempts=2) as rig:
+        for worker in rig.workers:
+            worker.answer = worker.refuse(status)
+        got, _, body = await rig.complete()
+        assert got == 502
+        assert body["error"]["message"]
+        assert all(worker.requests for worker in rig.workers)
+
+
 @pytest.mark.parametrize(("status", "retry_after"), [(429, "1"), (503, "1"), (500, None)])
 async def test_when_all_attempts_fail_the_last_answer_counts(status, retry_after):
     async with Rig(workers=4, attempts=3) as rig:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import tracemalloc
 
 import pytest
 
@@ -153,6 +154,20 @@ async def test_a_body_may_come_in_chunks_and_with_trailers():
         assert (await answer(reader))[0] == 200
 
 
+async def test_a_body_in_many_small_chunks_takes_no_more_memory_than_it_is_long():
+    async with Site() as site:
+        site.server.max_body_bytes = 200_000
+        reader, writer = await site.connect()
+        chunks = b"2\r\nab\r\n" * 100_000
+        tracemalloc.start()
+        try:
+            writer.write(CHUNKED_HEAD + b"\r\n" + chunks + b"0\r\n\r\n")
+            assert len((await answer(reader))[2]) > 200_000
+            assert tracemalloc.get_traced_memory()[1] < 4_000_000  # whoever sends it included
+        finally:
+            tracemalloc.stop()
+
+
 async def test_requests_sent_ahead_are_answered_in_their_order():
     async with Site() as site:
         reader, writer = await site.connect()
@@ -227,6 +242,18 @@ async def test_offers_to_change_the_protocol_are_declined():
         assert (await answer(reader))[0] == 200
 
 
+@pytest.mark.parametrize("blank", [" ", "\t", "  "])
+async def test_a_body_beside_such_an_offer_is_never_taken_for_a_request(blank):
+    """Some proxies pass blanks after a length on; the parser lets them through too."""
+    async with Site() as site:
+        reader, writer = await site.connect()
+        length = f"Content-Length: {len(GET)}{blank}"
+        lines = ("POST /echo HTTP/1.1", "Connection: upgrade", "Upgrade: x", length, "", "")
+        writer.write("\r\n".join(lines).encode() + GET + post(b"next"))
+        assert json.loads((await answer(reader))[2])["body"] == GET.decode()
+        assert json.loads((await answer(reader))[2])["body"] == "next"
+
+
 CHUNKED_HEAD = b"POST /echo HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n"
 
 
@@ -243,6 +270,9 @@ CHUNKED_HEAD = b"POST /echo HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\
         (CHUNKED_HEAD + b"Connection: upgrade\r\nUpgrade: h2c\r\n\r\n1\r\na\r\n0\r\n\r\n", 400),
         (b"GET /echo HTTP/1.1\r\nX-A: " + b"a" * 400_000, 431),
         (CHUNKED_HEAD + b"\r\n1;" + b"a" * 400_000, 431),
+        (CHUNKED_HEAD.replace(b"1.1", b"1.0") + b"Connection: keep-alive\r\n\r\n0\r\n\r\n", 400),
+        (b"GET http://[ HTTP/1.1\r\n\r\n", 400),
+        (b"CONNECT h:80 HTTP/1.1\r\n\r\n", 400),
         (post(b"x" * (MAX_BODY_BYTES + 1)), 413),
         (post(b"")[:-4].replace(b"Length: 0", b"Length: 99999999999") + b"\r\n\r\n", 413),
         (CHUNKED_HEAD + b"\r\n" + b"1f4\r\n" + b"x" * 500 + b"\r\n1f5\r\n" + b"x" * 501, 413),
@@ -255,7 +285,9 @@ async def test_what_cannot_be_read_is_refused_and_ends_the_connection(sent, stat
         assert (await answer(reader))[0] == 200
         got, headers, body = await answer(reader)
         assert (got, headers["Connection"]) == (status, "close")
-        assert json.loads(body)["error"]["message"]
+        message = json.loads(body)["error"]["message"]
+        assert message
+        assert "callback" not in message  # of the parser: that is no client's concern
         writer.write(b"x" * 100_000)  # it is still coming: nobody minds
         assert await closed(reader)
 
@@ -273,10 +305,31 @@ async def test_a_refused_body_is_read_over_and_the_connection_kept():
         assert (await answer(reader))[0] == 200
 
 
-async def test_a_client_that_leaves_cancels_its_handler():
+async def test_who_sends_many_requests_ahead_is_read_from_when_their_turn_comes(monkeypatch):
+    paused = []
+    pause = http_server._Connection._enqueue
+
+    def noting(connection, request):
+        pause(connection, request)
+        paused.append(connection._paused)
+
+    monkeypatch.setattr(http_server._Connection, "_enqueue", noting)
+    async with Site() as site:
+        reader, writer = await site.connect()
+        ahead = 3 * http_server.MAX_AHEAD
+        writer.write(b"".join(post(b"%d" % number) for number in range(ahead)))
+        told = [json.loads((await answer(reader))[2])["body"] for _ in range(ahead)]
+        assert told == [str(number) for number in range(ahead)]
+        assert any(paused)
+        writer.write(GET)
+        assert (await answer(reader))[0] == 200
+
+
+@pytest.mark.parametrize("ahead", [b"", GET, GET + b"no HTTP at all\r\n"])
+async def test_a_client_that_leaves_cancels_its_handler(ahead):
     async with Site() as site:
         _, writer = await site.connect()
-        writer.write(GET.replace(b"/echo", b"/wait"))
+        writer.write(GET.replace(b"/echo", b"/wait") + ahead)
         async with asyncio.timeout(10):
             await site.began.wait()
             writer.close()
@@ -322,6 +375,73 @@ async def test_silent_connections_are_closed_and_busy_ones_are_not(monkeypatch):
         assert await closed(idle)
         assert len(site.server.connections) == 1
         assert not busy.at_eof()
+
+
+async def received(monkeypatch, writer, data):
+    """Send, and wait until the server has it."""
+    got = asyncio.Event()
+    take = http_server._Connection.data_received
+
+    def noting(connection, came):
+        take(connection, came)
+        got.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(http_server._Connection, "data_received", noting)
+        writer.write(data)
+        await asyncio.wait_for(got.wait(), 10)
+
+
+async def test_heads_must_come_in_time_and_bodies_as_long_as_they_move(monkeypatch):
+    async with Site() as site:
+        long_ago = asyncio.get_running_loop().time() - 2 * http_server.IDLE_S
+        for begun, more, stays in (
+            (b"GET /echo HTTP/1.1\r\n", b"X-A: 1\r\n", False),
+            (GET + b"\r\n", b"\r\n", False),
+            (post(b"body")[:-3], b"o", True),
+            (CHUNKED_HEAD + b"\r\n1\r\na\r\n0\r\n", b"X-A: 1\r\n", False),
+        ):
+            reader, writer = await site.connect()
+            await received(monkeypatch, writer, begun)
+            if begun.startswith(GET):
+                await answer(reader)
+            (connection,) = site.server.connections
+            connection.heard_at = long_ago
+            await received(monkeypatch, writer, more)
+            site.server._sweep()
+            assert connection.transport.is_closing() != stays
+            writer.close()
+            connection.transport.abort()
+            assert await closed(reader)
+
+
+async def test_an_answer_that_cannot_be_sent_ends_its_connection_and_is_logged(caplog):
+    async with Site() as site:
+
+        async def odd(request):
+            return Response(b"", headers={"X-A": "\ud800"})
+
+        site.server.answer = odd
+        reader, writer = await site.connect()
+        writer.write(GET)
+        assert await closed(reader)
+        assert "cannot be sent" in caplog.text
+
+
+async def test_stopping_lets_answers_be_read_to_their_end(monkeypatch):
+    async with Site() as site:
+        large = b"x" * 20_000_000
+
+        async def at_once(request):
+            return Response(large)
+
+        site.server.answer = at_once
+        reader, writer = await site.connect()
+        writer.write(GET)
+        await reader.readuntil(b"\r\n\r\n")
+        stopping = asyncio.create_task(site.server.stop(30))
+        assert len(await reader.readexactly(len(large))) == len(large)
+        await stopping
 
 
 async def test_stopping_lets_answers_end_and_closes_idle_connections():

@@ -244,6 +244,14 @@ async def test_what_is_known_of_a_conversation_is_not_rendered_again(make, monke
     assert rendered == [2]
 
 
+async def test_many_new_messages_are_rendered_at_once(make, monkeypatch):
+    def part(self, messages, place):
+        raise AssertionError("one by one takes many times as long, in which all streams wait")
+
+    monkeypatch.setattr(ChatTemplate, "part", part)
+    await Conversations(make).check(say(*map(str, range(1000))))
+
+
 async def test_messages_with_more_than_a_text_are_rendered_whole(make):
     conversations = Conversations(make)
     await conversations.check([{"role": "user", "content": "x", "name": "Ada"}])

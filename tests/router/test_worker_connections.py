@@ -179,6 +179,8 @@ async def test_a_body_without_length_ends_with_the_connection():
         b"SSH-2.0\r\n\r\n",
         b"HTTP/1.1 abc\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nno header\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Type: a\nX-For-The-Client: b\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Type: a\rb\r\nContent-Length: 0\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\n",
     ],
@@ -220,6 +222,32 @@ async def test_a_worker_that_does_not_begin_in_time_is_not_waited_for():
         with pytest.raises(TimeoutError):
             await posting
         assert (await reader.read()).endswith(b"body")  # and then the end: the worker is told
+
+
+async def test_a_head_that_comes_in_the_last_moment_is_in_time():
+    async with Server() as server:
+        answer, reader, _ = await server.answered(OK)
+        await read_request(reader)
+        await answer.read()
+        answer.close()
+        (connection,) = server.workers._all
+        loop, timers = connection._loop, []
+
+        def call_later(delay, call, *arguments):
+            timers.append(lambda: call(*arguments))
+            return loop.call_later(delay, call, *arguments)
+
+        connection._loop = SimpleNamespace(call_later=call_later, create_future=loop.create_future)
+        posting = server.post()
+        await read_request(reader)
+        connection.data_received(CHUNKED)  # as the loop does: first what came, then timers
+        timers[0]()
+        answer = await posting
+        reading = asyncio.create_task(answer.read())
+        await asyncio.sleep(0)
+        connection.data_received(b"2\r\nhi\r\n0\r\n\r\n")
+        assert await reading == b"hi"
+        answer.close()
 
 
 async def test_giving_up_before_the_answer_cuts_the_connection():
