@@ -297,7 +297,7 @@ def test_a_model_that_is_not_there_ends_with_the_reason(tmp_path: Path) -> None:
     for model, words in (("/no/such", "no model at /no/such"), (str(broken), "config.json")):
         command = [sys.executable, "-m", "cluster.cli", "up", "--port", "0", "--workers", "1"]
         command += ["--model", model, "--device", "cpu"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
         assert done.returncode == 1
         assert words in done.stderr
         assert "Traceback" not in done.stderr
