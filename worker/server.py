@@ -254,6 +254,8 @@ async def _answer(
             if piece:
                 await response.write(piece)
         await response.write_eof()
+    except ConnectionResetError:
+        log.debug("request %s: its client left", wanted.request_id)
     except (EngineDead, RequestError) as error:
         # Too late for a status: end the connection in the middle, which the gateway notices.
         log.warning("request %s failed while streaming: %s", wanted.request_id, error)

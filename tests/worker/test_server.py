@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator
 
 import aiohttp
+import aiohttp.web
 import msgspec
 import pytest
 from tokenizers import Tokenizer
@@ -136,6 +137,24 @@ async def test_closing_the_connection_cancels_the_request(start_worker: StartWor
         while worker.service.engine.running or worker.service.publisher.load.batch:
             await worker.service.engine.stats()
     assert (await worker.service.engine.stats()).stats.generated_tokens < 1400
+
+
+async def test_a_connection_that_is_lost_while_writing_ends_the_request_without_an_alarm(
+    start_worker: StartWorker, http, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    worker = await start_worker(context_tokens=1500)
+    write = aiohttp.web.StreamResponse.write
+
+    async def lost(response: aiohttp.web.StreamResponse, data: bytes) -> None:
+        await write(response, data)
+        raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+
+    monkeypatch.setattr(aiohttp.web.StreamResponse, "write", lost)
+    await post(http, worker, request("a", PROMPT, max_tokens=1400, stream=True))
+    async with asyncio.timeout(10):
+        while worker.service.engine.running or worker.service.publisher.load.batch:
+            await worker.service.engine.stats()
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "WARNING")]
 
 
 async def test_bad_requests_are_told_what_to_change_and_leave_nothing(
