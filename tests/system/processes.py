@@ -54,3 +54,14 @@ def end_all(process: subprocess.Popen[Any]) -> list[int]:
             os.kill(pid, signal.SIGKILL)
     process.wait(30)
     return ended
+
+
+def run_whole(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run`, which on a time-out ends also what the command has started."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        end_all(process)
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)

