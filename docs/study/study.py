@@ -94,8 +94,11 @@ CORE = (
     "ttft",
     "locality",
     "marginal",
+    "aibrix",
+    "additive",
+    "least_tokens",
 )
-"""In every cell."""
+"""In every cell, with both seeds."""
 TUNED = (
     "dynamo:overlap_weight=0.5",
     "dynamo:overlap_weight=2",
@@ -151,15 +154,20 @@ ALSO_TUNED = [BASE._replace(workload=name) for name in ("shared_prefix", "hot_pr
 
 
 def more_of(cell: Cell) -> list[str]:
-    """What runs beside `CORE`: in the first cell all policies there are."""
+    """What runs beside `CORE`."""
     names = list(variants.VARIANTS if cell in ABLATED else variants.EVERYWHERE)
     if cell in ALSO_TUNED:
         names.append(variants.WITHOUT_COMING)
     if cell in ABLATED or cell in ALSO_TUNED:
         names += TUNED
     if cell == BASE:
-        names += [name for name in available() if name not in CORE]
+        names += others()
     return names
+
+
+def others() -> list[str]:
+    """All other policies there are: with both seeds in the first cell, elsewhere with one."""
+    return [name for name in available() if name not in CORE]
 
 
 def make(name: str) -> Policy:
@@ -304,8 +312,12 @@ def main() -> None:
         parser.error("run needs --trace: the Mooncake conversation trace")
     study = Study(given.trace)
     wanted = [cell for cell in CELLS if given.only in cell.name and given.without not in cell.name]
-    for cell, names in (*((c, CORE) for c in wanted), *((c, more_of(c)) for c in wanted)):
-        for seed in SEEDS:
+    for cell, names, seeds in (
+        *((c, CORE, SEEDS) for c in wanted),
+        *((c, more_of(c), SEEDS) for c in wanted),
+        *((c, others(), SEEDS[:1]) for c in wanted),
+    ):
+        for seed in seeds:
             done = {row["policy"] for row in rows() if (cell_of(row), row["seed"]) == (cell, seed)}
             study.add(cell, seed, [name for name in names if name not in done])
 
