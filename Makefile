@@ -27,6 +27,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	MYPYPATH=docs/study $(BIN)/mypy -m study
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.benchmarks --all

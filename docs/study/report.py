@@ -96,12 +96,12 @@ def _title(row: Row) -> str:
 
 
 def _is_variant(row: Row) -> bool:
-    return row["policy"].startswith("marginal, ")
+    return bool(row["policy"].startswith("marginal, "))
 
 
 def _seeds(rows: Iterable[Row]) -> int:
     """With how many seeds the cell ran."""
-    return max(row["seeds"] for row in rows if not _is_variant(row))
+    return int(max(row["seeds"] for row in rows if not _is_variant(row)))
 
 
 def _policies(rows: list[Row]) -> list[Row]:
@@ -111,7 +111,7 @@ def _policies(rows: list[Row]) -> list[Row]:
 
 def _ran(policy: str, row: Row, rows: Iterable[Row]) -> bool:
     """Whether `row` is the policy's, with every seed of the cell."""
-    return row["policy"] == policy and row["seeds"] == _seeds(rows)
+    return bool(row["policy"] == policy and row["seeds"] == _seeds(rows))
 
 
 def _table(rows: list[Row]) -> str:

@@ -112,12 +112,11 @@ def no_hits(candidates: Candidates) -> FloatArray:
 def with_memory(candidates: Candidates) -> FloatArray:
     """A prompt that finds too few free blocks waits for some to be freed: counted as if what is
     lacking had to be prefilled before it."""
-    free = candidates.free_blocks.astype(np.float64)
-    if candidates.booked_blocks is not None:
-        free = free - candidates.booked_blocks
+    free = candidates.free_blocks if candidates.room_blocks is None else candidates.room_blocks
     short = np.maximum(0.0, candidates.new_tokens - free * candidates.block_size)
     each: FloatArray = prefill_work(candidates).new / candidates.new_tokens
-    return marginal(candidates) + short * each * (candidates.batch + 1)
+    waiting: FloatArray = short * each * (candidates.batch + 1)
+    return marginal(candidates) + waiting
 
 
 def _variant(score: Score, tie: float = 0.0) -> Callable[[], Policy]:

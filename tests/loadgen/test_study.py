@@ -1,0 +1,59 @@
+"""The study under docs: its variants of `marginal` decide with the router as it is now."""
+
+import importlib.util
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.router.candidates import candidates, choose
+
+STUDY = Path(__file__).parents[2] / "docs" / "study"
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(f"docs_study_{name}", STUDY / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+variants = load("variants")
+
+GIVEN = candidates(
+    prompt=8000,
+    hit=[0, 4000, 4000],
+    pending=[0, 9000, 2000],
+    running=[4, 1, 3],
+    waiting=[0, 2, 1],
+    free=[500, 500, 3],
+    capacity=1000,
+    room_blocks=[500, 400, 3],
+    pending_pairs=[0, 40_000_000, 2_000_000],
+    s_per_token=[1e-4, 1e-4, 1e-4],
+    s_per_pair=[1e-9, 1e-9, 1e-9],
+    stay_s=5.0,
+)
+
+
+@pytest.mark.parametrize("name", variants.VARIANTS)
+def test_every_variant_decides(name):
+    costs = variants.VARIANTS[name]().choose(GIVEN, random.Random(0)).costs
+    assert costs.shape == (3,)
+    assert np.isfinite(costs).all()
+    same = name in (variants.WITHOUT_COMING, "marginal, ties of 1 %")
+    assert np.allclose(costs, choose("marginal", GIVEN).costs, rtol=1e-12) == same
+
+
+def test_the_formula_that_the_study_writes_down_is_the_routers():
+    whole = variants.from_parts(variants.Parts.cost)(GIVEN)
+    np.testing.assert_allclose(whole, choose("marginal", GIVEN).costs, rtol=1e-12)
+
+
+def test_lacking_blocks_count_as_prefill():
+    """250 blocks are needed at the third, 3 are free: 3,952 of its 4,000 new tokens lack room."""
+    plain = choose("marginal", GIVEN).costs
+    more = variants.VARIANTS["marginal, memory"]().choose(GIVEN, random.Random(0)).costs - plain
+    new_s = 4000 * 1e-4 + (8000**2 - 4000**2) / 2 * 1e-9
+    np.testing.assert_allclose(more, [0, 0, 3952 * new_s / 4000 * 5], rtol=1e-12)
