@@ -16,7 +16,10 @@ BOUNDS = {"ttft_s": 1.05, "e2e_s": 1.05, "ttft_p99_s": 1.10}
 """How far above the least `marginal` may be."""
 KEPT_BOUND = 0.95
 BEFORE = "marginal, as it was"
-COMPARED = ("marginal", BEFORE, "locality", "ttft", "llmd", "sglang", "dynamo")
+COMPARED = (
+    *("marginal", BEFORE, "locality", "ttft", "additive", "least_tokens", "llmd", "sglang"),
+    *("aibrix", "dynamo"),
+)
 """Of these it is told in how many cells they stay within the bounds."""
 
 
