@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from worker.decode_graphs import CudaCapture
 from worker.emulator import EMULATED, build_emulated
 from worker.engine import EngineConfig, EngineCore
 from worker.eviction_choice import parse_eviction
+from worker.first_speed import first_speed
 from worker.kv_memory import blocks_that_fit, kv_block_bytes
 from worker.messages import EngineInfo
 from worker.models.config import ModelConfig
@@ -68,7 +70,14 @@ def build_engine(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
     if device.type == "cuda" and settings.cuda_graphs and runner.replayable_decodes:
         runner.capture_decodes(settings.max_batch_size, config.sequence_limit, CudaCapture())
     fields = of_weights(loaded, dtype, settings.block_size)
-    tiers = open_tiers(settings, runner, fields["namespace"], kv_blocks)
+    prefill = first_speed(
+        runner,
+        settings.block_size,
+        config.sequence_limit,
+        config.chunk_limit,
+        time.perf_counter,
+    )
+    tiers = open_tiers(settings, runner, fields["namespace"], kv_blocks, prefill.s_per_token)
     make_policy = parse_eviction(settings.eviction)
     core = EngineCore(config, runner, make_policy=make_policy, tiers=tiers)
     info = EngineInfo(
@@ -84,6 +93,7 @@ def build_engine(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
         device=_name_of(device),
         kv_bytes_a_token=kv_block_bytes(loaded.config, settings.block_size, dtype)
         // settings.block_size,
+        prefill=prefill,
     )
     log.info(
         "%s on %s in %s: %d KV blocks of %d tokens (%.0f MiB), context %d tokens",

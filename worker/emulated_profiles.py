@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from worker.prefill_speed import Speed
+
 GIGA, TERA = 1e9, 1e12
 
 BANDWIDTH_SHARE = 0.8
@@ -75,6 +77,10 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """
         first = self.step_s + self.decode_s * sequences + self.context_token_s * context_tokens
         return first, self.context_token_s * sequences
+
+    def first_speed(self, chunk_tokens: int) -> Speed:
+        """Of prefill in chunks of that size, as a worker fits it from its steps."""
+        return Speed.rounded(self.prefill_token_s + self.step_s / chunk_tokens, self.prefill_pair_s)
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

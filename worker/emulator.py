@@ -125,5 +125,6 @@ def build_emulated(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
         token_budget=settings.token_budget,
         device=settings.model,
         kv_bytes_a_token=0,
+        prefill=profile.cost.first_speed(config.chunk_limit),
     )
     return core, info

@@ -85,7 +85,7 @@ class EngineLoop:
         self._settings = settings
         self._socket = socket
         self._change: tuple[int, WeightChange, Future[Prepared]] | None = None
-        self._speed = PrefillSpeed()
+        self._speed = PrefillSpeed(info.prefill)
         self._refused: list[Refused] = []
         self._failed_in_a_row = 0
         self._stopped = False
@@ -212,8 +212,8 @@ class EngineLoop:
         else:
             self._failed_in_a_row = 0
             self._speed.observe(self._core.last_work, began_s, ended_s)
-            if self._core.tiers is not None and self._speed.s_per_token:
-                self._core.tiers.set_prefill_speed(self._speed.s_per_token, self._speed.s_per_pair)
+            if self._core.tiers is not None and self._speed.speed.s_per_token:
+                self._core.tiers.set_prefill_speed(*self._speed.speed)
         self._tell(outputs, failure)
         if self._failed_in_a_row >= FAILED_STEPS_TO_GIVE_UP:
             raise RuntimeError(f"{self._failed_in_a_row} steps in a row failed: {failure}")
@@ -233,8 +233,8 @@ class EngineLoop:
     def _load(self) -> Load:
         return msgspec.structs.replace(
             self._core.load(),
-            prefill_s_per_token=self._speed.s_per_token,
-            prefill_s_per_pair=self._speed.s_per_pair,
+            prefill_s_per_token=self._speed.speed.s_per_token,
+            prefill_s_per_pair=self._speed.speed.s_per_pair,
         )
 
     def _send(self, message: object) -> None:

@@ -12,6 +12,7 @@ from cluster.protocol import Load, ModelInfo
 from cluster.settings import WorkerSettings
 from worker.engine import Changes, EngineRequest, EngineStats, EvictionAges, Output
 from worker.engine_stats import TierStats
+from worker.prefill_speed import UNKNOWN, Speed
 
 
 class StartEngine(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +78,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine turned out to be once its model was loaded.
 
     kv_bytes_a_token   keys and values of one token in all layers
+    prefill            its speed before the first request
     """
 
     model: ModelInfo
@@ -86,6 +88,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     token_budget: int
     device: str
     kv_bytes_a_token: int = 0
+    prefill: Speed = UNKNOWN
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -7,7 +7,8 @@ then Tukey's biweight, so that a step that was held up does not count. (Huber & 
 "Robust Statistics", 2nd ed., sections 7.8 and 4.8.)
 
 What is reported are two numbers: `b` with the steps' fixed cost spread over their tokens, which
-is also well determined where all chunks are of one size, and `e`.
+is also well determined where all chunks are of one size, and `e`. Until there are steps enough they
+are what was known at the start: timed in the empty pool (`worker.first_speed`), or a profile's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ WINDOW_STEPS = 256
 
 MIN_STEPS = 8
 MIN_TOKENS = 256
-"""Nothing is reported before so many steps and prefill tokens."""
+"""Nothing is fitted before so many steps and prefill tokens."""
 
 FIT_EVERY_STEPS = 32
 """A fit takes about 1 ms."""
@@ -60,12 +61,27 @@ class StepWork(NamedTuple):
     synced: bool
 
 
-class PrefillSpeed:
-    """Give it every step; it tells `s_per_token` and `s_per_pair`, 0 until it knows."""
+class Speed(NamedTuple):
+    """Seconds to prefill: for each token, and for each query-key pair of its attention."""
 
-    def __init__(self) -> None:
-        self.s_per_token = 0.0
-        self.s_per_pair = 0.0
+    s_per_token: float = 0.0
+    s_per_pair: float = 0.0
+
+    @classmethod
+    def rounded(cls, s_per_token: float, s_per_pair: float) -> Speed:
+        """To `DIGITS`."""
+        return cls(float(f"{s_per_token:.{DIGITS}g}"), float(f"{s_per_pair:.{DIGITS}g}"))
+
+
+UNKNOWN = Speed()
+
+
+class PrefillSpeed:
+    """Give it every step; it tells `speed`: `first` until it knows better."""
+
+    def __init__(self, first: Speed = UNKNOWN) -> None:
+        self.speed = first
+        self._fitted = False
         # columns: steps, prefill tokens, prefill pairs, decodes, seconds
         self._rows = np.zeros((WINDOW_STEPS, 5))
         self._count = 0
@@ -94,7 +110,7 @@ class PrefillSpeed:
             self._count += 1
             self._since_fit += 1
             enough = self._count >= MIN_STEPS and self._rows[:, 1].sum() >= MIN_TOKENS
-            if enough and (self._since_fit >= FIT_EVERY_STEPS or not self.s_per_token):
+            if enough and (self._since_fit >= FIT_EVERY_STEPS or not self._fitted):
                 self._fit()
 
     def interrupted(self) -> None:
@@ -108,7 +124,8 @@ class PrefillSpeed:
         steps, tokens = rows[:, 0].sum(), rows[:, 1].sum()
         each = token + fixed * steps / tokens
         if each > 0:
-            self.s_per_token, self.s_per_pair = _rounded(each), _rounded(pair)
+            self.speed = Speed.rounded(each, pair)
+            self._fitted = True
 
 
 def fit_step_time(
@@ -168,7 +185,3 @@ def _not_negative(
                 best, best_value = np.zeros(k), value
                 best[part] = own
     return best
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")

@@ -221,7 +221,13 @@ class WorkerService:
                 state="draining" if self._draining or self._changing.locked() else "ready",
             )
         )
-        self.publisher.update(load=Load(free_blocks=info.capacity_blocks))
+        self.publisher.update(
+            load=Load(
+                free_blocks=info.capacity_blocks,
+                prefill_s_per_token=info.prefill.s_per_token,
+                prefill_s_per_pair=info.prefill.s_per_pair,
+            )
+        )
         log.info("pool %s, worker %s: epoch %d", settings.pool, self.name, self._epoch)
 
     def _on_changes(self, changes: Changes, load: Load) -> None:

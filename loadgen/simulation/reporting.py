@@ -39,6 +39,11 @@ class Reporter:
         self._received: list[str] = []
         self._load = Load(free_blocks=card.capacity_blocks)
 
+    def begin(self, load: Load) -> None:
+        """What the worker has said before the first request comes: there without delay."""
+        self._load = load
+        self._fleet.on_report(self._report([]))
+
     def update(self, load: Load, changes: Changes) -> None:
         """What happened in a step; nothing is published where nothing changed."""
         if load == self._load and not (changes.stored or changes.evicted or changes.received):
@@ -66,15 +71,17 @@ class Reporter:
             evicted = [block for block, stored in delta.items() if not stored]
             stored = [block for block, is_stored in delta.items() if is_stored]
             self._clock.at(now + pace.index_s, self._change_index, evicted, stored)
+        self._clock.at(now + pace.load_s, self._fleet.on_report, self._report(received))
+
+    def _report(self, received: list[str]) -> Report:
         self._sequence += 1
-        report = Report(
+        return Report(
             worker=self._card.worker,
             epoch=self._card.epoch,
             sequence=self._sequence,
             load=self._load,
             received=received,
         )
-        self._clock.at(now + pace.load_s, self._fleet.on_report, report)
 
     def _change_index(self, evicted: list[bytes], stored: list[bytes]) -> None:
         self._fleet.index.evict(self._slot, evicted)

@@ -10,7 +10,7 @@ from math import ceil, sqrt
 import msgspec
 import numpy as np
 
-from cluster.protocol import RequestError
+from cluster.protocol import Load, RequestError
 from loadgen.simulation.events import Clock
 from loadgen.simulation.prompts import OUTPUT_TOKEN
 from loadgen.simulation.reporting import Reporter
@@ -69,10 +69,11 @@ class SimulatedWorker:
         self._on_end = on_end
         self._on_refused = on_refused
         self._inbox: list[EngineRequest] = []
-        self._speed = PrefillSpeed()
+        self._speed = PrefillSpeed(cost.first_speed(config.chunk_limit))
         self._busy = False
         self._run: _Run | None = None
         self._runs = 0
+        reporter.begin(self._load())
 
     def receive(self, request: EngineRequest) -> None:
         """A request has come."""
@@ -148,12 +149,15 @@ class SimulatedWorker:
         self._next()
 
     def _tell(self) -> None:
-        load = msgspec.structs.replace(
+        self._reporter.update(self._load(), self.core.take_changes())
+
+    def _load(self) -> Load:
+        speed = self._speed.speed
+        return msgspec.structs.replace(
             self.core.load(),
-            prefill_s_per_token=self._speed.s_per_token,
-            prefill_s_per_pair=self._speed.s_per_pair,
+            prefill_s_per_token=speed.s_per_token,
+            prefill_s_per_pair=speed.s_per_pair,
         )
-        self._reporter.update(load, self.core.take_changes())
 
 
 class _Run:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.simulation.fleet import Latency
+from loadgen.simulation.fleet import MODEL, Latency
 from loadgen.simulation.prompts import asked_of, ideal_of, packed_tokens
 from router.policies import available
 from tests.loadgen.simulating import BLOCK, COST, DECODE_ONLY, fleet_of, replay, request
@@ -228,3 +228,11 @@ def test_equal_ids_give_equal_tokens_and_others_others():
     assert len(one) == 40
     assert one[:32] == other[:32]
     assert one[32:40] != other[32:40]
+
+
+@pytest.mark.parametrize("load_s", [0.0, 0.5])
+def test_workers_have_told_their_speed_before_the_first_request(load_s):
+    fleet = fleet_of(workers=3, load_s=load_s, token_budget=10)
+    seen = fleet.router.candidates(MODEL, [], 100)
+    assert seen.s_per_token.tolist() == near([0.1 + 1.0 / 10] * 3)
+    assert seen.s_per_pair.tolist() == near([0.01] * 3)

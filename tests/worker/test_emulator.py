@@ -114,6 +114,7 @@ def test_tokens_follow_from_the_sequence_not_from_how_it_was_computed():
 def test_the_engine_answers_letters_and_says_that_it_is_emulated():
     core, info = build_engine(WorkerSettings(model="emulated:steady-25ms", kv_blocks=8))
     assert info.device == info.model.model == "emulated:steady-25ms"
+    assert info.prefill == profile_of("steady-25ms").cost.first_speed(core.config.chunk_limit)
     tokenizer = Tokenizer.from_str(info.model.tokenizer_json)
     prompt = tokenizer.encode("Grüße, 世界\n").ids
     assert tokenizer.decode(prompt) == "Grüße, 世界\n"

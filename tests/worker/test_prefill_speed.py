@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.protocol import prefill_pairs
-from worker.prefill_speed import MIN_STEPS, PrefillSpeed, StepWork, fit_step_time
+from worker.prefill_speed import MIN_STEPS, PrefillSpeed, Speed, StepWork, fit_step_time
 
 
 class Worker:
@@ -19,7 +19,11 @@ class Worker:
         self.noise, self.stalls = noise, stalls
         self.rng = random.Random(seed)
         self.now = 1000.0
-        self.speed = PrefillSpeed()
+        self.measured = PrefillSpeed()
+
+    @property
+    def speed(self):
+        return self.measured.speed
 
     def step(self, tokens, start=0, decodes=0, synced=True):
         pairs = prefill_pairs(start, start + tokens)
@@ -29,7 +33,7 @@ class Worker:
         if self.rng.random() < self.stalls:
             seconds *= self.rng.uniform(3, 20)
         began, self.now = self.now, self.now + seconds
-        self.speed.observe(StepWork(tokens, pairs, decodes, synced), began, self.now)
+        self.measured.observe(StepWork(tokens, pairs, decodes, synced), began, self.now)
 
     def work(self, steps=300):
         rng = self.rng
@@ -53,6 +57,17 @@ def test_nothing_is_claimed_before_it_is_known():
         assert (worker.speed.s_per_token, worker.speed.s_per_pair) == (0.0, 0.0)
     worker.step(100)
     assert worker.speed.s_per_token > 0
+
+
+def test_what_was_known_first_stands_until_there_are_steps_enough():
+    first = Speed(7e-4, 3e-9)
+    worker = Worker(0.0, 1e-4, 0.0, 0.0)
+    worker.measured = PrefillSpeed(first)
+    for _ in range(MIN_STEPS - 1):
+        worker.step(100)
+        assert worker.speed == first
+    worker.step(100)
+    assert worker.speed.s_per_token == pytest.approx(1e-4, rel=0.01)
 
 
 def test_steps_without_prefill_say_nothing():
@@ -140,7 +155,8 @@ def test_a_step_that_may_still_run_is_measured_with_the_next():
         told.observe(StepWork(500, prefill_pairs(0, 500), 0, True), now, now + took)
         now += took + 7.0  # idle until the next prompt
         real.step(500)
-    assert told.s_per_token * 500 + told.s_per_pair * 125_000 == pytest.approx(0.05, rel=0.02)
+    found = told.speed
+    assert found.s_per_token * 500 + found.s_per_pair * 125_000 == pytest.approx(0.05, rel=0.02)
 
 
 def test_a_failed_step_is_forgotten():
@@ -149,7 +165,8 @@ def test_a_failed_step_is_forgotten():
     speed.interrupted()
     for number in range(20):
         speed.observe(StepWork(100, 5000, 0, True), 50.0 + number, 50.01 + number)
-    assert speed.s_per_token * 100 + speed.s_per_pair * 5000 == pytest.approx(0.01, rel=0.01)
+    found = speed.speed
+    assert found.s_per_token * 100 + found.s_per_pair * 5000 == pytest.approx(0.01, rel=0.01)
 
 
 def test_small_changes_are_no_news():

@@ -9,9 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from cluster.blocks import HASH_BYTES, Namespace
-from cluster.protocol import Sampling
 from cluster.settings import WorkerSettings
-from worker.batch import BatchItem
 from worker.kv_memory import kv_block_bytes
 from worker.runner import TorchRunner
 from worker.tiers.cold_tiers import ColdTiers
@@ -22,16 +20,19 @@ log = logging.getLogger(__name__)
 
 GIB = 1 << 30
 PROBE_BLOCKS = (1, 8, 1, 8)
-PROBE_TOKENS = 64
 
 
 def open_tiers(
-    settings: WorkerSettings, runner: TorchRunner, namespace: Namespace, kv_blocks: int
+    settings: WorkerSettings,
+    runner: TorchRunner,
+    namespace: Namespace,
+    kv_blocks: int,
+    prefill_s_per_token: float,
 ) -> ColdTiers | None:
     """The tiers that the settings ask for, None where they ask for none.
 
-    Call it before the engine runs: copies and a prefill are measured in its empty pool. Raises
-    ValueError for settings that cannot work, MemoryError, OSError.
+    Call it before the engine runs: copies are measured in its empty pool. Raises ValueError for
+    settings that cannot work, MemoryError, OSError.
     """
     if not settings.cpu_tier_gb:
         if settings.disk_tier_gb:
@@ -60,7 +61,7 @@ def open_tiers(
         disk_blocks=disk_blocks,
     )
     _measure(tiers, copies, folder, min(kv_blocks, host_blocks))
-    tiers.set_prefill_speed(_prefill_s_per_token(runner, kv_blocks), 0.0)
+    tiers.set_prefill_speed(prefill_s_per_token, 0.0)
     log.info(
         "cold tiers: %d blocks in host memory, %d on disk, of which %d are there already",
         host_blocks,
@@ -112,14 +113,3 @@ def _measure(tiers: ColdTiers, copies: TorchCopies, folder: DiskFolder | None, m
         copies.put([folder.read(header) for _ in range(count)], [1] * count)
         tiers.disk_speed.observe(count, time.perf_counter() - began_s)
     folder.remove(header.block_hash)
-
-
-def _prefill_s_per_token(runner: TorchRunner, kv_blocks: int) -> float:
-    """Seconds a token of a short prefill, until the engine's own steps tell more."""
-    tokens = min(PROBE_TOKENS, kv_blocks * runner.block_size)
-    table = list(range(1, -(-tokens // runner.block_size) + 1))
-    item = BatchItem("", [0] * tokens, 0, table, True, Sampling(max_tokens=1, temperature=0.0), 0)
-    runner.execute([item])
-    began_s = time.perf_counter()
-    runner.execute([item])
-    return (time.perf_counter() - began_s) / tokens

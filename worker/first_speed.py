@@ -1,0 +1,68 @@
+"""How quick a worker prefills before anyone has asked it: a few prefills in its empty pool.
+
+Routing in seconds needs a speed from the first request on. Each shape of step runs twice, and the
+second time counts: the first one compiles, allocates and warms up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from cluster.protocol import Sampling, prefill_pairs
+from worker.batch import BatchItem, Runner
+from worker.prefill_speed import Speed
+
+log = logging.getLogger(__name__)
+
+LEAST_TOKENS, MOST_TOKENS = 64, 2048
+"""Of a timed prefill. It grows until it takes `ENOUGH_S`: short ones show what a step costs, not
+what a token does."""
+
+GROWTH = 4
+ENOUGH_S = 0.05
+
+FAR = 16
+"""The quadratic part shows where the tokens come so many times their number deep in a context."""
+
+
+def first_speed(
+    runner: Runner, block_size: int, room_tokens: int, chunk_tokens: int, clock: Callable[[], float]
+) -> Speed:
+    """Time a few prefills of one sequence; the pool's blocks are written to.
+
+    room_tokens    what the pool holds and a sequence may have
+    chunk_tokens   most prefill tokens of one step
+    clock          seconds
+    """
+    table = list(range(1, -(-room_tokens // block_size) + 1))
+
+    def seconds(tokens: int, start: int) -> float:
+        sampling = Sampling(max_tokens=1, temperature=0.0)
+        item = BatchItem("", [0] * tokens, start, table, True, sampling, 0)
+        runner.execute([item])
+        began_s = clock()
+        runner.execute([item])
+        return clock() - began_s
+
+    most = min(MOST_TOKENS, chunk_tokens, room_tokens)
+    tokens = min(LEAST_TOKENS, most)
+    near_s = seconds(tokens, 0)
+    while near_s < ENOUGH_S and tokens < most:
+        tokens = min(GROWTH * tokens, most)
+        near_s = seconds(tokens, 0)
+    start = min(FAR * tokens, room_tokens - tokens)
+    far_s = seconds(tokens, start) if start >= tokens else near_s
+    log.info("%d tokens are prefilled in %.3f s, %.3f s after %d", tokens, near_s, far_s, start)
+    return _speed_of(tokens, near_s, start, far_s)
+
+
+def _speed_of(tokens: int, near_s: float, start: int, far_s: float) -> Speed:
+    """From the seconds of so many tokens at the beginning, and after `start` others."""
+    near_pairs = prefill_pairs(0, tokens)
+    more_pairs = prefill_pairs(start, start + tokens) - near_pairs
+    s_per_pair = max(0.0, (far_s - near_s) / more_pairs) if more_pairs > 0 else 0.0
+    linear_s = near_s - s_per_pair * near_pairs
+    if linear_s <= 0:  # a clock too coarse, or a moment's disturbance
+        return Speed.rounded(near_s / tokens, 0.0)
+    return Speed.rounded(linear_s / tokens, s_per_pair)
