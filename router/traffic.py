@@ -13,8 +13,8 @@ LEAST_S = 5.0
 ANEW = 5
 """After a silence of more than `MEMORY_S`, so many arrivals without another such silence are new
 traffic. What came before the silence, and the silence itself, then no longer count: they would
-make the rate seem too low for as long as the memory lasts. Traffic that is always so rare never
-gets there."""
+make the rate seem too low for as long as the memory lasts. Traffic whose arrivals are always so far
+apart never gets there."""
 
 
 class Traffic:
