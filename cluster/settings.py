@@ -50,6 +50,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     api_key              clients must send it as a bearer token; "" asks for none
     admin_key            for /admin; "" admits only clients on this machine
     max_body_bytes       longer request bodies are refused with 413
+    max_connections      of clients at once; further ones are answered 503 and closed
+    write_timeout_s      a client that takes nothing of its answer for so long is cut off, and its
+                         request cancelled
     attempts             how many workers a request tries before it fails
     connect_timeout_s    for one worker to accept a connection
     first_byte_timeout_s for one worker to send response headers
@@ -68,6 +71,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     api_key: str = ""
     admin_key: str = ""
     max_body_bytes: int = 8 * 1024 * 1024
+    max_connections: Annotated[int, msgspec.Meta(ge=1)] = 10_000
+    write_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     attempts: int = 3
     connect_timeout_s: float = 2.0
     first_byte_timeout_s: float = 600.0

@@ -26,6 +26,8 @@ ARGUMENT = "{"
 """Where a path's argument begins, as in "/v1/models/{model}"; it is the whole rest of a path."""
 
 _JSON = {"Content-Type": "application/json"}
+_RETRY = {"Retry-After": str(RETRY_AFTER_S)}
+_MORE_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: _RETRY, 503: _RETRY}
 
 
 class Route(NamedTuple):
@@ -42,9 +44,9 @@ def json_response(value: object, status: int = 200) -> Response:
 
 
 def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
-    """The OpenAI error object; 429 and 503 say when to come back."""
-    retry = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else {}
-    return Response(error.body(), error.status, {**_JSON, **retry, **(headers or {})})
+    """The OpenAI error object; 429 and 503 say when to come back, 401 asks for a bearer token."""
+    more = _MORE_HEADERS.get(error.status, {})
+    return Response(error.body(), error.status, {**_JSON, **more, **(headers or {})})
 
 
 class Edge:
@@ -163,6 +165,19 @@ def body_too_large(limit_bytes: int) -> RequestError:
         f"the body is over the limit of {limit_bytes} bytes: send a shorter one",
         status=413,
         code="body_too_large",
+    )
+
+
+def too_many_connections(limit: int) -> Response:
+    """503, with the limit."""
+    return error_response(
+        RequestError(
+            f"{limit} connections are open at this gateway, and no more are taken: try again in a "
+            "moment",
+            status=503,
+            type="service_unavailable",
+            code="too_many_connections",
+        )
     )
 
 

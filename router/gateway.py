@@ -20,7 +20,14 @@ from cluster.settings import Settings
 from router.admin import Admin
 from router.admission import Admission
 from router.dispatch import Dispatcher
-from router.edge import Edge, Route, body_too_large, json_response, malformed
+from router.edge import (
+    Edge,
+    Route,
+    body_too_large,
+    json_response,
+    malformed,
+    too_many_connections,
+)
 from router.fleet import Fleet
 from router.forwarding import SERVICE_UNAVAILABLE, Forwarder
 from router.http_messages import Request, Response
@@ -161,6 +168,10 @@ class Gateway:
             malformed=malformed,
             too_large=body_too_large(settings.max_body_bytes),
             max_body_bytes=settings.max_body_bytes,
+            full=too_many_connections(settings.max_connections),
+            max_connections=settings.max_connections,
+            write_timeout_s=settings.write_timeout_s,
+            counts=self.metrics.connections,
         )
         host, port = await self._server.start(settings.host, settings.port)
         self._cleanup.push_async_callback(self._server.stop, self._drain_s)

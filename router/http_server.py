@@ -1,48 +1,33 @@
 """HTTP/1.1 for clients: a small server on llhttp's parser (`httptools`).
 
 It does what a gateway needs: bodies that fit in memory are whole when a handler starts, an answer
-goes out in one piece or as a stream, a client that leaves cancels its handler, and a client that
-reads slowly holds its stream back. Requests of one connection are answered one after the other.
-TLS and HTTP/2 belong to a proxy before it.
+goes out in one piece or as a stream, a client that leaves cancels its handler, one that reads
+slowly holds its answers back, and one that stops reading is cut off. Requests of one connection are
+answered one after the other. TLS and HTTP/2 belong to a proxy before it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable
-from typing import cast
-from urllib.parse import unquote
-
-import httptools
 
 from cluster.protocol import RequestError
-from router.http_messages import ClientGone, Handler, Request, whole
+from router.http_connection import ClientConnection
+from router.http_messages import Handler, Request, Response
+from router.metrics import ConnectionCounts
 
 log = logging.getLogger(__name__)
-
-MAX_HEAD_BYTES = 65_536
-"""A request's line and headers may be so long together."""
-
-FRAMING_PER_BYTE = 8
-"""Besides, a byte of a body may cost so much in the framing of its chunks."""
 
 IDLE_S = 75.0
 """A connection is closed when for so long nothing was answered and neither a request began, nor
 was a head completed, nor anything of a body came: a head may not trickle in for ever."""
 
-MAX_AHEAD = 8
-"""While so many requests of a connection wait for their turn no more is read from it, and its end
-is not noticed."""
+MAX_TURNED_AWAY = 256
+"""So many clients that found no room may take their time to read that; more are cut at once."""
 
 SWEEP_S = 5.0
-LINGER_S = 2.0
-"""After an answer that did not wait for its request's end, what still comes is thrown away for so
-long: closing at once would make the system drop the answer."""
-
 BACKLOG = 1024
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class HttpServer:
@@ -52,6 +37,9 @@ class HttpServer:
     answer           answers a complete request. Must not raise but when cancelled
     malformed        the refusal of what cannot be read: a reason and a status
     max_body_bytes   longer bodies are refused with `too_large`
+    max_connections  at once; further ones get the answer `full` and are closed
+    write_timeout_s  a client that takes nothing of its answer for so long is cut off
+    counts           of connections
     """
 
     def __init__(
@@ -62,13 +50,22 @@ class HttpServer:
         malformed: Callable[[str, int], RequestError],
         too_large: RequestError,
         max_body_bytes: int,
+        full: Response,
+        max_connections: int,
+        write_timeout_s: float,
+        counts: ConnectionCounts,
     ) -> None:
         self.admit = admit
         self.answer = answer
         self.malformed = malformed
         self.too_large = too_large
         self.max_body_bytes = max_body_bytes
-        self.connections: set[_Connection] = set()
+        self.full = full
+        self.max_connections = max_connections
+        self.write_timeout_s = write_timeout_s
+        self.counts = counts
+        self.connections: set[ClientConnection] = set()
+        self.turned_away: set[ClientConnection] = set()  # and not gone yet
         self.closing = False
         self._last_gone: asyncio.Future[None] | None = None
         self._listening: asyncio.Server
@@ -78,9 +75,9 @@ class HttpServer:
         """Listen; returns the address. Raises OSError for a taken port."""
         loop = asyncio.get_running_loop()
         self._listening = await loop.create_server(
-            lambda: _Connection(self), host, port, backlog=BACKLOG
+            lambda: ClientConnection(self), host, port, backlog=BACKLOG
         )
-        self._sweeping = loop.call_later(SWEEP_S, self._sweep)
+        self._sweeping = loop.call_later(SWEEP_S, self._sweep_on)
         name = self._listening.sockets[0].getsockname()
         return str(name[0]), int(name[1])
 
@@ -90,6 +87,8 @@ class HttpServer:
         self.closing = True
         self._listening.close()
         self._sweeping.cancel()
+        for connection in list(self.turned_away):
+            connection.transport.abort()
         for connection in list(self.connections):
             if connection.task is None:
                 connection.transport.close()
@@ -105,263 +104,47 @@ class HttpServer:
             await self._last_gone
         await self._listening.wait_closed()
 
-    def lost(self, connection: _Connection) -> None:
+    def take(self, connection: ClientConnection) -> bool:
+        """A client has connected. Returns whether its requests will be answered."""
+        if len(self.connections) >= self.max_connections:
+            self.counts.refused += 1
+            if len(self.turned_away) >= MAX_TURNED_AWAY:
+                connection.transport.abort()
+            self.turned_away.add(connection)
+            return False
+        self.connections.add(connection)
+        self.counts.open = len(self.connections)
+        return True
+
+    def lost(self, connection: ClientConnection) -> None:
         """The connection has ended."""
+        self.turned_away.discard(connection)
         self.connections.discard(connection)
+        self.counts.open = len(self.connections)
         if self._last_gone is not None and not self.connections and not self._last_gone.done():
             self._last_gone.set_result(None)
 
-    def _sweep(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._sweeping = loop.call_later(SWEEP_S, self._sweep)
-        oldest = loop.time() - IDLE_S
+    def sweep(self, now: float) -> None:
+        """End the connections on which nothing has moved for too long; `now` as the loop tells it.
+
+        A stall is seen from sweep to sweep, so call it often.
+        """
         for connection in list(self.connections):
-            if connection.task is None and connection.heard_at < oldest:
+            stalled_s = connection.stalled_s(now)
+            if stalled_s >= self.write_timeout_s:
+                self.counts.stalled += 1
+                log.info(
+                    "a client at %s is cut off: for %.0f s it has taken nothing of the %d bytes "
+                    "that wait for it",
+                    connection.remote,
+                    stalled_s,
+                    connection.unsent_bytes,
+                )
                 connection.transport.abort()
+            elif connection.task is None and connection.heard_at < now - IDLE_S:
+                connection.transport.close()  # what it still reads it gets
 
-
-class _Connection(asyncio.Protocol):
-    """One client's connection. `headers` are those of the request that is coming in."""
-
-    def __init__(self, server: HttpServer) -> None:
-        self.transport: asyncio.Transport
-        self.headers: dict[str, str] = {}
-        self.task: asyncio.Task[None] | None = None
-        self.heard_at = 0.0
-        self._server = server
-        self._loop = asyncio.get_running_loop()
-        self._parser = httptools.HttpRequestParser(self)
-        self._url = b""
-        self._framing_bytes = 0  # of the request that is coming in: all but its body
-        self._coming: Request | None = None  # its head is there, its body not yet
-        self._body = bytearray()  # no list: thousands of small chunks would take many times as much
-        self._body_bytes = 0  # of it, kept or not
-        self._unframed = 0  # bytes of a body that the parser leaves to us
-        self._waiting: deque[Request] = deque()
-        self._may_write: asyncio.Future[None] | None = None
-        self._paused = False
-        self._throws_away = False
-        self._lost = False
-
-    # What answers do
-
-    @property
-    def remote(self) -> str:
-        """The client's address, "" where the system does not tell."""
-        peer = self.transport.get_extra_info("peername")
-        return str(peer[0]) if isinstance(peer, tuple) else ""
-
-    def send(self, data: bytes) -> None:
-        """Raises ClientGone."""
-        if self._lost or self.transport.is_closing():
-            raise ClientGone
-        self.transport.write(data)
-
-    async def drained(self) -> None:
-        """Wait while the client has much to read. Raises ClientGone."""
-        if self._may_write is not None:
-            await self._may_write
-        if self._lost:
-            raise ClientGone
-
-    # What the event loop says
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
-        self.heard_at = self._loop.time()
-        self._server.connections.add(self)
-        if self._server.closing:
-            self.transport.abort()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._lost = True
-        self._server.lost(self)
-        self._waiting.clear()
-        self.resume_writing()
-        if self.task is not None:
-            self.task.cancel()
-
-    def pause_writing(self) -> None:
-        self._may_write = self._loop.create_future()
-
-    def resume_writing(self) -> None:
-        if self._may_write is not None and not self._may_write.done():
-            self._may_write.set_result(None)
-        self._may_write = None
-
-    def data_received(self, data: bytes) -> None:
-        while data and not self._throws_away:
-            if self._unframed:
-                data = self._take_unframed(data)
-                continue
-            body_bytes = self._body_bytes
-            self._framing_bytes += len(data)
-            try:
-                self._parser.feed_data(data)
-                data = b""
-            except httptools.HttpParserUpgrade as upgrade:
-                # nobody is obliged to change protocols: answer as if nobody had asked
-                self._parser = httptools.HttpRequestParser(self)
-                data = data[upgrade.args[0] :]
-            except httptools.HttpParserError as error:
-                if isinstance(error, httptools.HttpParserCallbackError):
-                    log.warning("a request cannot be taken: %r", error.__context__)
-                if not self._throws_away:
-                    self._give_up(str(error) or "it is no HTTP/1.1", 400)
-                return
-            self._framing_bytes -= max(0, self._body_bytes - body_bytes)
-            if self._framing_bytes > MAX_HEAD_BYTES + FRAMING_PER_BYTE * self._body_bytes:
-                self._give_up(f"its head is over {MAX_HEAD_BYTES} bytes", 431)
-
-    # What the parser says
-
-    def on_message_begin(self) -> None:
-        self.heard_at = self._loop.time()
-        self.headers = {}
-        self._url = b""
-
-    def on_url(self, url: bytes) -> None:
-        self._url += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._coming is not None:
-            return  # a trailer
-        key = name.decode("latin-1").lower()
-        text = value.decode("utf-8", "surrogateescape")
-        self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
-
-    def on_headers_complete(self) -> None:
-        if self._throws_away:
-            return
-        parser = self._parser
-        self.heard_at = self._loop.time()
-        self._framing_bytes = 0
-        try:
-            path = _path(self._url)
-        except httptools.HttpParserInvalidURLError:
-            self._give_up("its target is no URL", 400)
-            return
-        request = self._coming = Request(
-            self,
-            self.headers,
-            parser.get_method().decode("latin-1"),
-            path,
-            parser.get_http_version(),
-            parser.should_keep_alive(),
-        )
-        if request.version not in ("1.0", "1.1"):
-            self._give_up(f"it is HTTP/{request.version}", 505)
-            return
-        if request.version == "1.0" and "transfer-encoding" in self.headers:
-            self._give_up("HTTP/1.0 knows no chunks", 400)  # a proxy may see no body here
-            return
-        length = int(self.headers.get("content-length", 0))  # the parser lets blanks follow it
-        server = self._server
-        server.admit(request)
-        if length > server.max_body_bytes:
-            self._refuse_body()
-        elif parser.should_upgrade():
-            if "transfer-encoding" in self.headers or request.method == "CONNECT":
-                self._give_up("it asks for another protocol", 400)
-            self._unframed = length
-        elif self.headers.get("expect", "").lower() == "100-continue" and self.task is None:
-            self.transport.write(CONTINUE)
-
-    def on_body(self, body: bytes) -> None:
-        if self._coming is None or self._throws_away:
-            return
-        self.heard_at = self._loop.time()
-        self._body_bytes += len(body)
-        if self._body_bytes > self._server.max_body_bytes:
-            self._refuse_body()
-        elif self._coming.refusal is None:
-            self._body += body
-
-    def on_message_complete(self) -> None:
-        request = self._coming
-        if self._throws_away or request is None or self._unframed:
-            return
-        request.body = bytes(self._body)
-        self._body.clear()
-        self._coming = None
-        self._body_bytes = self._framing_bytes = 0
-        self._enqueue(request)
-
-    def _enqueue(self, request: Request) -> None:
-        self._waiting.append(request)
-        if self.task is None:
-            self.task = self._loop.create_task(self._answer_waiting())
-        elif len(self._waiting) >= MAX_AHEAD and not self._paused:
-            self._paused = True
-            self.transport.pause_reading()  # until their turn has come
-
-    def _take_unframed(self, data: bytes) -> bytes:
-        body, rest = data[: self._unframed], data[self._unframed :]
-        self._unframed -= len(body)
-        self.on_body(body)
-        if not self._unframed:
-            self.on_message_complete()
-        return rest
-
-    # Answers
-
-    async def _answer_waiting(self) -> None:
-        waiting = self._waiting
-        try:
-            while waiting:
-                request = waiting.popleft()
-                response = await self._server.answer(request)
-                if response is not None:
-                    self.send(whole(response, request))
-                elif request.stream is None or not request.stream.ended:
-                    self.transport.abort()  # the client must not take it for a whole answer
-                    return
-                if not request.keeps_alive or self._server.closing:
-                    break
-        except ClientGone:
-            return
-        except Exception:
-            log.exception("an answer cannot be sent")
-            self.transport.abort()
-            return
-        finally:
-            self.task = None
-            self.heard_at = self._loop.time()
-        if self._throws_away:
-            self._close_later()
-        elif not request.keeps_alive or self._server.closing:
-            self.transport.close()
-        elif self._paused:
-            self._paused = False
-            self.transport.resume_reading()
-
-    def _refuse_body(self) -> None:
-        """Answer a request whose body is too long before that has come."""
-        request = self._coming
-        assert request is not None
-        request.refusal = request.refusal or self._server.too_large
-        request.keeps_alive = False
-        self._throws_away = True
-        self._body.clear()
-        self._enqueue(request)
-
-    def _give_up(self, reason: str, status: int) -> None:
-        """What comes cannot be read: say so after the answers under way, and part."""
-        refusal = Request(self, {}, "", "", "1.1", keeps_alive=False)
-        refusal.refusal = self._server.malformed(reason, status)
-        self._throws_away = True
-        self._enqueue(refusal)
-
-    def _close_later(self) -> None:
-        if not self._lost:
-            if self._paused:
-                self.transport.resume_reading()
-            if self.transport.can_write_eof():
-                self.transport.write_eof()
-            self._loop.call_later(LINGER_S, self.transport.abort)
-
-
-def _path(url: bytes) -> str:
-    raw = url.partition(b"?")[0] if url[:1] == b"/" else httptools.parse_url(url).path or b"/"
-    path = raw.decode("latin-1")
-    return unquote(path) if "%" in path else path
+    def _sweep_on(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._sweeping = loop.call_later(SWEEP_S, self._sweep_on)
+        self.sweep(loop.time())

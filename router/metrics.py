@@ -73,6 +73,8 @@ class Metrics:
             "Streams that a worker broke off after their first bytes",
             registry=registry,
         )
+        self.connections = ConnectionCounts()
+        registry.register(self.connections)
         self.answers = Answers()
         registry.register(self.answers)
         self.decisions = Decisions()
@@ -110,6 +112,37 @@ class RequestCounts(Collector):
         for (endpoint, status), count in self._counts.items():
             counts.add_metric([endpoint, str(status)], count)
         yield counts
+
+
+class ConnectionCounts(Collector):
+    """Connections of clients.
+
+    open      that are served now
+    refused   turned away because too many were open
+    stalled   cut off because the client took nothing of its answer
+    """
+
+    def __init__(self) -> None:
+        self.open = self.refused = self.stalled = 0
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily(
+            "stemroute_connections", "Open connections of clients", value=self.open
+        )
+        yield CounterMetricFamily(
+            "stemroute_refused_connections",
+            "Connections turned away because gateway.max_connections were open",
+            value=self.refused,
+        )
+        yield CounterMetricFamily(
+            "stemroute_stalled_connections",
+            "Connections cut off because their clients took nothing of an answer for "
+            "gateway.write_timeout_s",
+            value=self.stalled,
+        )
 
 
 class Answers(Collector):

@@ -1,13 +1,15 @@
 """A small site on the server to clients, and its clients, byte by byte over real connections."""
 
 import asyncio
+import socket
 
 from cluster.settings import GatewaySettings
-from router.edge import Edge, Route, body_too_large, json_response, malformed
+from router.edge import Edge, Route, body_too_large, json_response, malformed, too_many_connections
 from router.http_server import HttpServer
-from router.metrics import RequestCounts
+from router.metrics import ConnectionCounts, RequestCounts
 
 MAX_BODY_BYTES = 1000
+WRITE_TIMEOUT_S = 60.0
 
 
 class Site:
@@ -16,7 +18,7 @@ class Site:
     /echo tells what it got; /stream sends what `pieces` gives; /wait never ends
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_connections: int = 100) -> None:
         self.pieces: list[bytes] = [b"one", b"two"]
         self.began = asyncio.Event()
         self.cancelled = asyncio.Event()
@@ -37,6 +39,10 @@ class Site:
             malformed=malformed,
             too_large=body_too_large(MAX_BODY_BYTES),
             max_body_bytes=MAX_BODY_BYTES,
+            full=too_many_connections(max_connections),
+            max_connections=max_connections,
+            write_timeout_s=WRITE_TIMEOUT_S,
+            counts=ConnectionCounts(),
         )
         self._writers: list[asyncio.StreamWriter] = []
 
@@ -50,8 +56,14 @@ class Site:
         await self.server.stop(0.1)
         assert not self.server.connections
 
-    async def connect(self):
-        reader, writer = await asyncio.open_connection(self._host, self._port)
+    async def connect(self, receive_bytes: int = 0):
+        """`receive_bytes`: so much the client's system takes ahead of it; 0: as it likes."""
+        client = socket.socket()
+        client.setblocking(False)
+        if receive_bytes:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        await asyncio.get_running_loop().sock_connect(client, (self._host, self._port))
+        reader, writer = await asyncio.open_connection(sock=client)
         self._writers.append(writer)
         return reader, writer
 

@@ -157,43 +157,6 @@ async def test_both_hops_send_small_chunks_at_once():
         assert all(options)
 
 
-async def test_a_client_that_leaves_cancels_the_request_at_the_worker():
-    async with Rig() as rig:
-        (worker,) = rig.workers
-
-        async def answer(request, generate):
-            response = web.StreamResponse(headers=worker.headers(generate))
-            await response.prepare(request)
-            await response.write(event("first"))
-            await asyncio.Event().wait()
-
-        worker.answer = answer
-        response = await rig.http.post("/v1/completions", json=STREAM)
-        assert await response.content.readany() == event("first")
-        assert rig.fleet.in_flight == 1
-        response.close()
-        await asyncio.wait_for(worker.cancelled.wait(), 10)
-        assert rig.fleet.in_flight == 0
-        assert rig.fleet.load_of(rig.fleet.members()[0]).batch == 0
-        assert count(rig, "requests", endpoint="/v1/completions", status="499") == 1
-
-
-async def test_a_client_that_leaves_before_the_first_token_cancels_too():
-    async with Rig() as rig:
-        (worker,) = rig.workers
-
-        async def answer(request, generate):
-            await asyncio.Event().wait()
-
-        worker.answer = answer
-        waiting = asyncio.create_task(rig.complete())
-        await asyncio.wait_for(worker.got_request.wait(), 10)
-        assert rig.fleet.in_flight == 1
-        waiting.cancel()
-        await asyncio.wait_for(worker.cancelled.wait(), 10)
-        assert rig.fleet.in_flight == 0
-
-
 async def test_a_worker_that_cannot_be_reached_is_left_out_until_its_next_report():
     async with Rig() as rig:
         dead = "dead"

@@ -290,6 +290,9 @@ async def test_metrics_tell_of_fleet_bus_and_requests():
             "stemroute_bus_unreadable_total 3.0",
             'stemroute_worker_report_age_seconds{worker="w0"} 0.5',
             "stemroute_requests_in_flight 0.0",
+            "stemroute_connections 1.0",
+            "stemroute_refused_connections_total 0.0",
+            "stemroute_stalled_connections_total 0.0",
         } <= set(lines)
 
 
@@ -307,8 +310,9 @@ async def test_metrics_tell_of_fleet_bus_and_requests():
 async def test_the_api_key_is_asked_for(header, status):
     async with Rig(api_key="key") as rig:
         headers = {} if header is None else {"Authorization": header}
-        got, _, body = await rig.post("/v1/chat/completions", HELLO, headers=headers)
+        got, told, body = await rig.post("/v1/chat/completions", HELLO, headers=headers)
         assert got == status
+        assert told.get("WWW-Authenticate") == ("Bearer" if status == 401 else None)
         if status == 401:
             assert body["error"]["type"] == "authentication_error"
             assert (await rig.get("/v1/models"))[0] == 401

@@ -2,12 +2,24 @@
 
 import asyncio
 import json
+import logging
 
 import pytest
+import uvloop
 
 from router import http_server
+from router.http_connection import MAX_AHEAD, ClientConnection
 from router.http_messages import Response
-from tests.router.http_site import CHUNKED_HEAD, GET, Site, answer, closed, post
+from router.http_server import IDLE_S
+from tests.router.http_site import (
+    CHUNKED_HEAD,
+    GET,
+    WRITE_TIMEOUT_S,
+    Site,
+    answer,
+    closed,
+    post,
+)
 
 
 @pytest.mark.parametrize(
@@ -35,16 +47,16 @@ async def test_connections_are_kept_where_the_client_wants_it(line, kept):
 
 async def test_who_sends_many_requests_ahead_is_read_from_when_their_turn_comes(monkeypatch):
     paused = []
-    pause = http_server._Connection._enqueue
+    pause = ClientConnection._enqueue
 
     def noting(connection, request):
         pause(connection, request)
         paused.append(connection._paused)
 
-    monkeypatch.setattr(http_server._Connection, "_enqueue", noting)
+    monkeypatch.setattr(ClientConnection, "_enqueue", noting)
     async with Site() as site:
         reader, writer = await site.connect()
-        ahead = 3 * http_server.MAX_AHEAD
+        ahead = 3 * MAX_AHEAD
         writer.write(b"".join(post(b"%d" % number) for number in range(ahead)))
         told = [json.loads((await answer(reader))[2])["body"] for _ in range(ahead)]
         assert told == [str(number) for number in range(ahead)]
@@ -66,13 +78,13 @@ async def test_a_client_that_leaves_cancels_its_handler(ahead):
 
 async def test_a_client_that_reads_slowly_holds_its_stream_back(monkeypatch):
     held_back = asyncio.Event()
-    pause = http_server._Connection.pause_writing
+    pause = ClientConnection.pause_writing
 
     def noting(connection):
         pause(connection)
         held_back.set()
 
-    monkeypatch.setattr(http_server._Connection, "pause_writing", noting)
+    monkeypatch.setattr(ClientConnection, "pause_writing", noting)
     async with Site() as site:
         site.pieces = [b"x" * 100_000] * 200
         reader, writer = await site.connect()
@@ -83,14 +95,13 @@ async def test_a_client_that_reads_slowly_holds_its_stream_back(monkeypatch):
         assert site.sent == 200
 
 
-async def test_silent_connections_are_closed_and_busy_ones_are_not(monkeypatch):
+async def test_silent_connections_are_closed_and_busy_ones_are_not():
     async with Site() as site:
         idle, _ = await site.connect()
         busy, writer = await site.connect()
         writer.write(GET.replace(b"/echo", b"/wait"))
         await site.began.wait()
-        monkeypatch.setattr(http_server, "IDLE_S", -1.0)
-        site.server._sweep()
+        site.server.sweep(asyncio.get_running_loop().time() + IDLE_S + 1)
         assert await closed(idle)
         assert len(site.server.connections) == 1
         assert not busy.at_eof()
@@ -99,21 +110,21 @@ async def test_silent_connections_are_closed_and_busy_ones_are_not(monkeypatch):
 async def received(monkeypatch, writer, data):
     """Send, and wait until the server has it."""
     got = asyncio.Event()
-    take = http_server._Connection.data_received
+    take = ClientConnection.data_received
 
     def noting(connection, came):
         take(connection, came)
         got.set()
 
     with monkeypatch.context() as patch:
-        patch.setattr(http_server._Connection, "data_received", noting)
+        patch.setattr(ClientConnection, "data_received", noting)
         writer.write(data)
         await asyncio.wait_for(got.wait(), 10)
 
 
 async def test_heads_must_come_in_time_and_bodies_as_long_as_they_move(monkeypatch):
     async with Site() as site:
-        long_ago = asyncio.get_running_loop().time() - 2 * http_server.IDLE_S
+        long_ago = asyncio.get_running_loop().time() - 2 * IDLE_S
         for begun, more, stays in (
             (b"GET /echo HTTP/1.1\r\n", b"X-A: 1\r\n", False),
             (GET + b"\r\n", b"\r\n", False),
@@ -127,11 +138,175 @@ async def test_heads_must_come_in_time_and_bodies_as_long_as_they_move(monkeypat
             (connection,) = site.server.connections
             connection.heard_at = long_ago
             await received(monkeypatch, writer, more)
-            site.server._sweep()
+            site.server.sweep(asyncio.get_running_loop().time())
             assert connection.transport.is_closing() != stays
             writer.close()
             connection.transport.abort()
             assert await closed(reader)
+
+
+LOOPS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+
+
+async def sweep_until_cut(site):
+    """Let time go by until a client that takes nothing is cut off."""
+    now = asyncio.get_running_loop().time()
+    site.server.sweep(now)
+    async with asyncio.timeout(30):
+        while site.server.connections:
+            now += WRITE_TIMEOUT_S
+            site.server.sweep(now)
+            await asyncio.sleep(0)  # the system may still have been taking some
+
+
+@LOOPS
+def test_a_client_that_stops_reading_is_cut_off_and_its_handler_cancelled(run, caplog):
+    caplog.set_level(logging.INFO)
+
+    async def stall():
+        async with Site() as site:
+            cancelled = asyncio.Event()
+
+            async def endless(request):
+                stream = request.begin({})
+                try:
+                    while True:
+                        await stream.write(b"x" * 100_000)
+                except asyncio.CancelledError:
+                    cancelled.set()
+                    raise
+
+            site.server.answer = endless
+            reader, writer = await site.connect()
+            writer.write(GET)
+            await reader.readuntil(b"\r\n\r\n")
+            await sweep_until_cut(site)
+            await asyncio.wait_for(cancelled.wait(), 10)
+            assert (site.server.counts.stalled, site.server.counts.open) == (1, 0)
+
+    run(stall())
+    assert "is cut off" in caplog.text
+
+
+@LOOPS
+def test_a_whole_answer_is_read_as_slowly_as_the_client_likes_but_not_left(run):
+    """Far less is read between two looks than the server's system keeps for the client."""
+
+    async def read_slowly():
+        async with Site() as site:
+
+            async def at_once(request):
+                return Response(b"x" * 20_000_000)
+
+            site.server.answer = at_once
+            reader, writer = await site.connect(receive_bytes=65_536)
+            writer.write(GET)
+            await reader.readuntil(b"\r\n\r\n")
+            now = asyncio.get_running_loop().time()
+            for _ in range(10):
+                await reader.readexactly(500_000)
+                now += WRITE_TIMEOUT_S - 1
+                site.server.sweep(now)
+                assert site.server.counts.open == 1
+            assert site.server.counts.stalled == 0
+            await sweep_until_cut(site)
+            assert site.server.counts.stalled == 1
+
+    run(read_slowly())
+
+
+@LOOPS
+def test_a_silent_connection_is_not_closed_before_its_last_answer_is_read(run):
+    async def read_late():
+        async with Site() as site:
+
+            async def at_once(request):
+                request._connection.transport.set_write_buffer_limits(high=30_000_000)
+                return Response(b"x" * 20_000_000)
+
+            site.server.answer = at_once
+            reader, writer = await site.connect(receive_bytes=65_536)
+            writer.write(GET)
+            await reader.readuntil(b"\r\n\r\n")
+            (connection,) = site.server.connections
+            assert connection.task is None
+            site.server.sweep(asyncio.get_running_loop().time() + IDLE_S + 1)
+            await reader.readexactly(20_000_000)
+            assert await closed(reader)
+
+    run(read_late())
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_requests_sent_ahead_are_not_answered_before_the_client_reads(streams):
+    async with Site() as site:
+        answered = 0
+
+        async def handler(request):
+            nonlocal answered
+            answered += 1
+            if not streams:
+                return Response(b"x" * 100_000)
+            request.begin({}).end(b"x" * 100_000)
+            return None
+
+        site.server.answer = handler
+        reader, writer = await site.connect()
+        writer.write(GET * 1000)
+        await answer(reader)
+        await sweep_until_cut(site)
+        assert answered < 1000
+
+
+@LOOPS
+def test_beyond_the_bound_connections_are_turned_away_and_the_others_served(run):
+    async def crowd():
+        async with Site(max_connections=2) as site:
+            first, second = await site.connect(), await site.connect()
+            for reader, writer in (first, second):
+                writer.write(GET)
+                assert (await answer(reader))[0] == 200
+            for refused in (1, 2):
+                reader, writer = await site.connect()
+                writer.write(post(b"x" * 500))  # it may come before and after the answer
+                status, headers, body = await answer(reader)
+                assert (status, headers["Connection"], headers["Retry-After"]) == (
+                    503,
+                    "close",
+                    "1",
+                )
+                assert json.loads(body)["error"]["code"] == "too_many_connections"
+                assert await closed(reader)
+                assert (site.server.counts.refused, site.server.counts.open) == (refused, 2)
+            second[1].write(GET)
+            assert (await answer(second[0]))[0] == 200
+            first[1].write(GET.replace(b"Host", b"Connection: close\r\nHost"))
+            assert (await answer(first[0]))[0] == 200
+            assert await closed(first[0])
+            reader, writer = await site.connect()
+            writer.write(GET)
+            assert (await answer(reader))[0] == 200
+
+    run(crowd())
+
+
+@LOOPS
+def test_of_those_turned_away_only_so_many_may_linger(run, monkeypatch):
+    monkeypatch.setattr(http_server, "MAX_TURNED_AWAY", 2)
+
+    async def crowd():
+        async with Site(max_connections=1) as site:
+            kept, writer = await site.connect()
+            for _ in range(2):
+                reader, _ = await site.connect()
+                assert (await answer(reader))[0] == 503
+            assert len(site.server.turned_away) == 2
+            reader, _ = await site.connect()
+            assert await closed(reader)
+            writer.write(GET)
+            assert (await answer(kept))[0] == 200
+
+    run(crowd())
 
 
 async def test_stopping_lets_answers_be_read_to_their_end(monkeypatch):

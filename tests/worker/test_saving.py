@@ -153,3 +153,25 @@ def test_what_lies_on_a_full_disk_already_is_not_displaced_by_what_is_worth_less
     assert set(rig.folder.files) == {*hashes["latest"], *hashes["oldest"]}
     assert saved(rig) == (6, 9)
     assert set(rig.folder.files) == {*hashes["latest"], *hashes["middle"]}
+
+
+def test_what_was_flushed_just_before_the_end_is_not_there_in_the_next_life():
+    rig = first_life()
+    saved(rig)
+    again = second_life(rig)
+    assert again.folder.files
+    again.core.flush()
+    assert saved(again, 0.0) == (0, 0)
+    assert not again.folder.files
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 2.0])
+def test_what_the_disk_gave_up_for_others_is_gone_even_where_time_runs_out(seconds):
+    rig = first_life(disk_blocks=8)
+    saved(rig)
+    again = TieredRig(**{**POOL, "disk_blocks": 8}, files=rig.folder.files)
+    again.add("new", prompt_of(24, first=9))
+    again.drain()
+    saved(again, seconds)
+    disk = again.core.tiers.disk
+    assert set(again.folder.files) == set(disk.hashes())

@@ -30,14 +30,16 @@ class ByHand(Executor):
         return future
 
     def shutdown(self, wait=True, *, cancel_futures=False) -> None:
-        assert cancel_futures
-        while self.jobs:
-            self.jobs.popleft()[0].cancel()
+        assert wait
+        assert not cancel_futures
+        self.run()
 
     def run(self, count: int = 1 << 30) -> None:
         while self.jobs and count > 0:
             count -= 1
             future, fn, args = self.jobs.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(fn(*args))
             except Exception as error:

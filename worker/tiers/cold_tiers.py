@@ -233,9 +233,11 @@ class ColdTiers:
         return entry is not None and entry.ready
 
     def end_writing(self) -> None:
-        """Drop what waits to be written, let the file that is being written come to its end, and
-        write nothing any more."""
-        self._writer.shutdown(wait=True, cancel_futures=True)
+        """Drop what waits to be written, let the file that is being written come to its end, remove
+        what was flushed or given up, and write nothing any more."""
+        for job, *_ in self._writing:
+            job.cancel()
+        self._writer.shutdown()  # waits
         for job, _, twin, disk in self._writing:
             if twin.alive and not job.cancelled() and job.exception() is None:
                 disk.set_ready(twin)

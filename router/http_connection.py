@@ -1,0 +1,330 @@
+"""One client's connection: its requests as they come, their answers one after the other, and what
+it has not taken yet."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import struct
+import termios
+from collections import deque
+from typing import TYPE_CHECKING, cast
+from urllib.parse import unquote
+
+import httptools
+
+from router.http_messages import ClientGone, Request, whole
+
+if TYPE_CHECKING:
+    from router.http_server import HttpServer
+
+log = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 65_536
+"""A request's line and headers may be so long together."""
+
+FRAMING_PER_BYTE = 8
+"""Besides, a byte of a body may cost so much in the framing of its chunks."""
+
+MAX_AHEAD = 8
+"""While so many requests of a connection wait for their turn no more is read from it, and its end
+is not noticed."""
+
+LINGER_S = 2.0
+"""After an answer that did not wait for its request's end, what still comes is thrown away for so
+long: closing at once would make the system drop the answer."""
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class ClientConnection(asyncio.Protocol):
+    """One client's connection.
+
+    headers    of the request that is coming in
+    task       answers what has come, while there is anything
+    heard_at   when something last came, or was answered (`_loop.time()`): a request's beginning, a
+               whole head, bytes of a body
+    """
+
+    def __init__(self, server: HttpServer) -> None:
+        self.transport: asyncio.Transport
+        self.headers: dict[str, str] = {}
+        self.task: asyncio.Task[None] | None = None
+        self.heard_at = 0.0
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpRequestParser(self)
+        self._url = b""
+        self._framing_bytes = 0  # of the request that is coming in: all but its body
+        self._coming: Request | None = None  # its head is there, its body not yet
+        self._body = bytearray()  # no list: thousands of small chunks would take many times as much
+        self._body_bytes = 0  # of it, kept or not
+        self._unframed = 0  # bytes of a body that the parser leaves to us
+        self._waiting: deque[Request] = deque()
+        self._may_write: asyncio.Future[None] | None = None
+        self._written_bytes = 0
+        self._taken_bytes = -1  # of what was written, when it was last looked; -1: all
+        self._moved_at = 0.0  # when it was first seen that the client has taken so much
+        self._paused = False
+        self._throws_away = False
+        self._lost = False
+
+    # What answers do
+
+    @property
+    def remote(self) -> str:
+        """The client's address, "" where the system does not tell."""
+        peer = self.transport.get_extra_info("peername")
+        return str(peer[0]) if isinstance(peer, tuple) else ""
+
+    def send(self, data: bytes) -> None:
+        """Raises ClientGone."""
+        if self._lost or self.transport.is_closing():
+            raise ClientGone
+        self._written_bytes += len(data)
+        self.transport.write(data)
+
+    async def drained(self) -> None:
+        """Wait while the client has much to read. Raises ClientGone."""
+        if self._may_write is not None:
+            await self._may_write
+        if self._lost:
+            raise ClientGone
+
+    # What the server asks
+
+    def stalled_s(self, now: float) -> float:
+        """How long it has been seen that the client takes nothing of what is there for it."""
+        unsent = self.unsent_bytes
+        if not unsent:
+            self._taken_bytes = -1
+            return 0.0
+        taken = self._written_bytes - unsent - _in_flight_bytes(self.transport)
+        if taken != self._taken_bytes:
+            self._taken_bytes = taken
+            self._moved_at = now
+        return now - self._moved_at
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What the system has not taken yet of answers."""
+        return self.transport.get_write_buffer_size()
+
+    # What the event loop says
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.heard_at = self._loop.time()
+        if self._server.closing:
+            self.transport.abort()
+        elif not self._server.take(self):
+            self._throws_away = True
+            self.transport.write(whole(self._server.full, Request(self, {}, "", "", "1.1", False)))
+            self._close_later()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lost = True
+        self._server.lost(self)
+        self._waiting.clear()
+        self.resume_writing()
+        if self.task is not None:
+            self.task.cancel()
+
+    def pause_writing(self) -> None:
+        self._may_write = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        if self._may_write is not None and not self._may_write.done():
+            self._may_write.set_result(None)
+        self._may_write = None
+
+    def data_received(self, data: bytes) -> None:
+        while data and not self._throws_away:
+            if self._unframed:
+                data = self._take_unframed(data)
+                continue
+            body_bytes = self._body_bytes
+            self._framing_bytes += len(data)
+            try:
+                self._parser.feed_data(data)
+                data = b""
+            except httptools.HttpParserUpgrade as upgrade:
+                # nobody is obliged to change protocols: answer as if nobody had asked
+                self._parser = httptools.HttpRequestParser(self)
+                data = data[upgrade.args[0] :]
+            except httptools.HttpParserError as error:
+                if isinstance(error, httptools.HttpParserCallbackError):
+                    log.warning("a request cannot be taken: %r", error.__context__)
+                if not self._throws_away:
+                    self._give_up(str(error) or "it is no HTTP/1.1", 400)
+                return
+            self._framing_bytes -= max(0, self._body_bytes - body_bytes)
+            if self._framing_bytes > MAX_HEAD_BYTES + FRAMING_PER_BYTE * self._body_bytes:
+                self._give_up(f"its head is over {MAX_HEAD_BYTES} bytes", 431)
+
+    # What the parser says
+
+    def on_message_begin(self) -> None:
+        self.heard_at = self._loop.time()
+        self.headers = {}
+        self._url = b""
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._coming is not None:
+            return  # a trailer
+        key = name.decode("latin-1").lower()
+        text = value.decode("utf-8", "surrogateescape")
+        self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
+
+    def on_headers_complete(self) -> None:
+        if self._throws_away:
+            return
+        parser = self._parser
+        self.heard_at = self._loop.time()
+        self._framing_bytes = 0
+        try:
+            path = _path(self._url)
+        except httptools.HttpParserInvalidURLError:
+            self._give_up("its target is no URL", 400)
+            return
+        request = self._coming = Request(
+            self,
+            self.headers,
+            parser.get_method().decode("latin-1"),
+            path,
+            parser.get_http_version(),
+            parser.should_keep_alive(),
+        )
+        if request.version not in ("1.0", "1.1"):
+            self._give_up(f"it is HTTP/{request.version}", 505)
+            return
+        if request.version == "1.0" and "transfer-encoding" in self.headers:
+            self._give_up("HTTP/1.0 knows no chunks", 400)  # a proxy may see no body here
+            return
+        length = int(self.headers.get("content-length", 0))  # the parser lets blanks follow it
+        server = self._server
+        server.admit(request)
+        if length > server.max_body_bytes:
+            self._refuse_body()
+        elif parser.should_upgrade():
+            if "transfer-encoding" in self.headers or request.method == "CONNECT":
+                self._give_up("it asks for another protocol", 400)
+            self._unframed = length
+        elif self.headers.get("expect", "").lower() == "100-continue" and self.task is None:
+            self.transport.write(CONTINUE)
+
+    def on_body(self, body: bytes) -> None:
+        if self._coming is None or self._throws_away:
+            return
+        self.heard_at = self._loop.time()
+        self._body_bytes += len(body)
+        if self._body_bytes > self._server.max_body_bytes:
+            self._refuse_body()
+        elif self._coming.refusal is None:
+            self._body += body
+
+    def on_message_complete(self) -> None:
+        request = self._coming
+        if self._throws_away or request is None or self._unframed:
+            return
+        request.body = bytes(self._body)
+        self._body.clear()
+        self._coming = None
+        self._body_bytes = self._framing_bytes = 0
+        self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        self._waiting.append(request)
+        if self.task is None:
+            self.task = self._loop.create_task(self._answer_waiting())
+        elif len(self._waiting) >= MAX_AHEAD and not self._paused:
+            self._paused = True
+            self.transport.pause_reading()  # until their turn has come
+
+    def _take_unframed(self, data: bytes) -> bytes:
+        body, rest = data[: self._unframed], data[self._unframed :]
+        self._unframed -= len(body)
+        self.on_body(body)
+        if not self._unframed:
+            self.on_message_complete()
+        return rest
+
+    # Answers
+
+    async def _answer_waiting(self) -> None:
+        waiting = self._waiting
+        try:
+            while waiting:
+                request = waiting.popleft()
+                response = await self._server.answer(request)
+                if response is not None:
+                    self.send(whole(response, request))
+                elif request.stream is None or not request.stream.ended:
+                    self.transport.abort()  # the client must not take it for a whole answer
+                    return
+                if self._may_write is not None:
+                    await self.drained()  # before the next one is answered
+                if not request.keeps_alive or self._server.closing:
+                    break
+        except ClientGone:
+            return
+        except Exception:
+            log.exception("an answer cannot be sent")
+            self.transport.abort()
+            return
+        finally:
+            self.task = None
+            self.heard_at = self._loop.time()
+        if self._throws_away:
+            self._close_later()
+        elif not request.keeps_alive or self._server.closing:
+            self.transport.close()
+        elif self._paused:
+            self._paused = False
+            self.transport.resume_reading()
+
+    def _refuse_body(self) -> None:
+        """Answer a request whose body is too long before that has come."""
+        request = self._coming
+        assert request is not None
+        request.refusal = request.refusal or self._server.too_large
+        request.keeps_alive = False
+        self._throws_away = True
+        self._body.clear()
+        self._enqueue(request)
+
+    def _give_up(self, reason: str, status: int) -> None:
+        """What comes cannot be read: say so after the answers under way, and part."""
+        refusal = Request(self, {}, "", "", "1.1", keeps_alive=False)
+        refusal.refusal = self._server.malformed(reason, status)
+        self._throws_away = True
+        self._enqueue(refusal)
+
+    def _close_later(self) -> None:
+        if not self._lost:
+            if self._paused:
+                self.transport.resume_reading()
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            self._loop.call_later(LINGER_S, self.transport.close)
+
+
+def _path(url: bytes) -> str:
+    raw = url.partition(b"?")[0] if url[:1] == b"/" else httptools.parse_url(url).path or b"/"
+    path = raw.decode("latin-1")
+    return unquote(path) if "%" in path else path
+
+
+def _in_flight_bytes(transport: asyncio.Transport) -> int:
+    """What the client's system has not confirmed of what the system here has taken; 0 where nobody
+    knows. The system here takes more only when much of its buffer, often megabytes, is free: a slow
+    reader would seem to stand still for minutes."""
+    try:
+        told = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    except OSError:
+        return 0
+    return int(struct.unpack("i", told)[0])
