@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -14,7 +14,7 @@ import numpy as np
 from cluster.protocol import WorkerState
 from router.fleet import Fleet
 from router.member import Member
-from router.policies import Candidates, Policy
+from router.policies import Candidates, Policy, only_with_room
 
 Reason = Literal["only", "cold", "hit", "load"]
 
@@ -101,15 +101,15 @@ def explain(
     kind: str,
     chain: Sequence[bytes],
     prompt_tokens: int,
-    admit: Callable[[Candidates], Candidates | None],
+    holds_back: bool,
 ) -> Explanation:
     """Decide as for a request with these block hashes, and show what the decision saw.
 
-    `admit` leaves the full workers out, as it does for a request; None where all are full.
+    `holds_back`: whether requests wait at the gateway until a worker has room.
     """
     members = fleet.members()
     everybody = fleet.candidates(model, chain, prompt_tokens)
-    candidates = None if everybody is None else admit(everybody)
+    candidates = everybody and only_with_room(everybody, holds_back=holds_back)
     costs: dict[int, float] = {}
     hits: dict[int, int] = {}
     chosen = -1

@@ -14,7 +14,15 @@ cost wins.
     registry.py   policies by name, with parameters
 """
 
-from router.policies.base import Candidates, Decision, Policy, PolicyError, least, with_room
+from router.policies.base import (
+    Candidates,
+    Decision,
+    Policy,
+    PolicyError,
+    least,
+    only_with_room,
+    with_room,
+)
 from router.policies.registry import available, parse_policy
 
 __all__ = [
@@ -24,6 +32,7 @@ __all__ = [
     "PolicyError",
     "available",
     "least",
+    "only_with_room",
     "parse_policy",
     "with_room",
 ]

@@ -177,3 +177,17 @@ def with_room(candidates: Candidates) -> BoolArray | None:
     needed = (candidates.new_tokens + (size - 1)) // size
     room: BoolArray = (free >= needed) | (candidates.batch == 0)
     return None if room.all() else room
+
+
+def only_with_room(candidates: Candidates, *, holds_back: bool) -> Candidates | None:
+    """Those whose pool can take the prompt now, None where all are full.
+
+    Where none can, those that have any free block (or nothing to do): the prompt waits there.
+    Not so if requests are held back until a worker has room.
+    """
+    room = with_room(candidates)
+    if room is None:
+        return candidates
+    if not room.any() and not holds_back:
+        room = (candidates.free_blocks > 0) | (candidates.batch == 0)
+    return candidates.only(room) if room.any() else None
