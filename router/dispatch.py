@@ -83,7 +83,7 @@ class Dispatcher:
         hit_tokens = candidates.hit_tokens.item(decision.chosen)
         booking = fleet.book(slot, request_id, chain, tokens, hit_tokens)
         card = booking.member.card
-        reason = reason_of(candidates, decision.chosen)
+        reason = reason_of(candidates, decision)
         self._metrics.decisions.note(policy.name, reason, time.perf_counter() - began)
         if self.shadows.arms and not excluded:  # a second attempt is the same request
             self.shadows.observe(fleet, request_id, everybody, slot)

@@ -15,6 +15,7 @@ cost wins.
 """
 
 from router.policies.base import (
+    LEFT_OUT,
     Candidates,
     Decision,
     Policy,
@@ -26,6 +27,7 @@ from router.policies.base import (
 from router.policies.registry import available, parse_policy
 
 __all__ = [
+    "LEFT_OUT",
     "Candidates",
     "Decision",
     "Policy",

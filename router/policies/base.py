@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from math import floor
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -88,16 +88,27 @@ class Candidates(NamedTuple):
         )
 
 
+LeftOut = Literal["busy", "undrawn", "guard"]
+
+LEFT_OUT: dict[LeftOut, str] = {
+    "busy": "it is busy: its batch is beyond the mean plus `sigmas` standard deviations",
+    "undrawn": "it is not among the two that chance drew",
+    "guard": "it holds a prefix that draws more requests than its holders' share",
+}
+
+
 class Decision(NamedTuple):
     """What a policy chose.
 
-    chosen  entry of the candidates
-    costs   `[n]`, what each entry was judged by; the least wins, near-ties by the tie rule.
-            Infinite for an entry that was left out
+    chosen    entry of the candidates
+    costs     `[n]`, what each entry was judged by; the least wins, near-ties by the tie rule.
+              Infinite for an entry that was left out
+    left_out  why those were, one of LEFT_OUT; None: none was, or the policy does not say
     """
 
     chosen: int
     costs: CostArray
+    left_out: LeftOut | None = None
 
 
 class PolicyError(ValueError):
