@@ -11,8 +11,7 @@ from router.explaining import Explanation, explain, reason_of
 from router.fleet import Fleet
 from router.member import Booking
 from router.metrics import Metrics
-from router.policies import Candidates, Decision, Policy, with_room
-from router.policies.base import BoolArray
+from router.policies import Candidates, Decision, Policy, only_with_room
 from router.shadow import Shadows
 from router.tokenization import Prompt
 
@@ -73,21 +72,21 @@ class Dispatcher:
         ):
             return None
         chain, tokens = prompt.chain, prompt.tokens
-        candidates = fleet.candidates_of(group, chain, tokens, excluded)
-        if candidates is None:
+        everybody = fleet.candidates_of(group, chain, tokens, excluded)
+        if everybody is None:
             return None
-        room = with_room(candidates)
-        if room is not None:
-            candidates = self._narrowed(candidates, room)
+        candidates = only_with_room(everybody, holds_back=self.holds_back)
+        if candidates is None:
+            raise NoRoom
         decision = policy.choose(candidates, self._rng)
         slot = candidates.slots.item(decision.chosen)
         hit_tokens = candidates.hit_tokens.item(decision.chosen)
         booking = fleet.book(slot, request_id, chain, tokens, hit_tokens)
         card = booking.member.card
-        reason = reason_of(candidates, decision.chosen)
+        reason = reason_of(candidates, decision)
         self._metrics.decisions.note(policy.name, reason, time.perf_counter() - began)
         if self.shadows.arms and not excluded:  # a second attempt is the same request
-            self.shadows.observe(fleet, request_id, chain, candidates, decision.chosen)
+            self.shadows.observe(fleet, request_id, everybody, slot)
         return Placement(
             card.worker, card.address, policy.name, hit_tokens, booking, candidates, decision
         )
@@ -102,15 +101,8 @@ class Dispatcher:
             kind=kind,
             chain=prompt.chain,
             prompt_tokens=prompt.tokens,
-            admit=self._if_room,
+            holds_back=self.holds_back,
         )
-
-    def _if_room(self, candidates: Candidates) -> Candidates | None:
-        room = with_room(candidates)
-        try:
-            return candidates if room is None else self._narrowed(candidates, room)
-        except NoRoom:
-            return None
 
     def outdated(self, model: str, prompt: Prompt) -> bool:
         """Whether the prompt was hashed for workers that have been replaced by others since."""
@@ -120,11 +112,3 @@ class Dispatcher:
             and group.reference is not None
             and group.reference.namespace != prompt.namespace
         )
-
-    def _narrowed(self, candidates: Candidates, room: BoolArray) -> Candidates:
-        """Those that are not full, as `room` (`[n]`) says. Raises NoRoom where all are."""
-        if not room.any() and not self.holds_back:
-            room = (candidates.free_blocks > 0) | (candidates.batch == 0)
-        if not room.any():
-            raise NoRoom
-        return candidates.only(room)

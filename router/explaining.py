@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -14,15 +14,16 @@ import numpy as np
 from cluster.protocol import WorkerState
 from router.fleet import Fleet
 from router.member import Member
-from router.policies import Candidates, Policy
+from router.policies import LEFT_OUT, Candidates, Decision, Policy, only_with_room
 
-Reason = Literal["only", "cold", "hit", "load"]
+Reason = Literal["only", "cold", "hit", "load", "guard"]
 
 REASONS: dict[Reason, str] = {
     "only": "no other worker may serve it",
     "cold": "no worker holds any of its prefix, so the load decides",
     "hit": "no worker holds more of its prefix",
-    "load": "another worker holds more of its prefix, but costs more",
+    "load": "another worker holds more of its prefix, but costs more or is left out",
+    "guard": "its prefix draws more than its holders' share: the hotspot guard left them out",
 }
 
 
@@ -36,7 +37,7 @@ class ExplainedWorker(msgspec.Struct, frozen=True, kw_only=True):
     new_tokens     what it would compute
     pending_tokens, batch   its load: tokens to compute for others; requests running and waiting
     cost           by the policy, the least wins; None where the worker is left out
-    left_out       why it is no candidate, "" where it is one
+    left_out       why it is no candidate, or why the policy left it out; "" where it has a cost
     """
 
     worker: str
@@ -81,15 +82,17 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[ExplainedWorker]
 
 
-def reason_of(candidates: Candidates, chosen: int) -> Reason:
-    """Which of REASONS holds for the chosen entry of `candidates`."""
+def reason_of(candidates: Candidates, decision: Decision) -> Reason:
+    """Which of REASONS holds for what was decided on `candidates`."""
     hits = candidates.hit_tokens
     if len(hits) == 1:
         return "only"
+    if decision.left_out == "guard":
+        return "guard"
     best = candidates.best_hit
     if best == 0:
         return "cold"
-    return "hit" if hits.item(chosen) == best else "load"
+    return "hit" if hits.item(decision.chosen) == best else "load"
 
 
 def explain(
@@ -101,18 +104,19 @@ def explain(
     kind: str,
     chain: Sequence[bytes],
     prompt_tokens: int,
-    admit: Callable[[Candidates], Candidates | None],
+    holds_back: bool,
 ) -> Explanation:
     """Decide as for a request with these block hashes, and show what the decision saw.
 
-    `admit` leaves the full workers out, as it does for a request; None where all are full.
+    `holds_back`: whether requests wait at the gateway until a worker has room.
     """
     members = fleet.members()
     everybody = fleet.candidates(model, chain, prompt_tokens)
-    candidates = None if everybody is None else admit(everybody)
+    candidates = everybody and only_with_room(everybody, holds_back=holds_back)
     costs: dict[int, float] = {}
     hits: dict[int, int] = {}
     chosen = -1
+    by_policy = "the policy left it out"
     reason: Reason | Literal[""] = ""
     if candidates is not None:
         # a copy: policies such as round_robin remember their decisions
@@ -122,14 +126,20 @@ def explain(
         costs = dict(zip(slots, decision.costs.astype(np.float64).tolist(), strict=True))
         hits = dict(zip(slots, candidates.hit_tokens.tolist(), strict=True))
         chosen = slots[decision.chosen]
-        reason = reason_of(candidates, decision.chosen)
+        reason = reason_of(candidates, decision)
+        if decision.left_out:
+            by_policy = LEFT_OUT[decision.left_out]
     block_size = _block_size(members, model)
     published, device, cold = _held(fleet, members, chain, prompt_tokens, block_size)
     rows = []
     for member in members:
         hit, load = published[member.slot], fleet.load_of(member)
         expected = hits.get(member.slot, hit)
-        cost = costs.get(member.slot)
+        cost, left_out = costs.get(member.slot), ""
+        if cost is None:
+            left_out = _why_left_out(member, model, prompt_tokens)
+        elif not math.isfinite(cost):
+            cost, left_out = None, by_policy
         rows.append(
             ExplainedWorker(
                 worker=member.card.worker,
@@ -141,9 +151,9 @@ def explain(
                 pending_tokens=load.pending_prefill_tokens,
                 batch=load.batch,
                 free_blocks=load.free_blocks,
-                cost=cost if cost is not None and math.isfinite(cost) else None,
+                cost=cost,
                 chosen=member.slot == chosen,
-                left_out="" if cost is not None else _why_left_out(member, model, prompt_tokens),
+                left_out=left_out,
             )
         )
     rows.sort(key=_order)

@@ -239,7 +239,8 @@ class Decisions(Collector):
         counts = CounterMetricFamily(
             "stemroute_decisions",
             "Routing decisions by policy and reason; only: one candidate; cold: nobody holds the "
-            "prefix; hit: nobody holds more of it; load: one that holds more costs more",
+            "prefix; hit: nobody holds more of it; load: one that holds more costs more or is left "
+            "out by the policy; guard: the hotspot guard left those that hold it out",
             labels=["policy", "reason"],
         )
         for labels, count in self._counts.items():

@@ -2,24 +2,28 @@
 
 A policy that scatters a prefix finds it everywhere only because another one gathered it. So a
 shadow does not judge the real caches: every shadow keeps its own picture of every worker's cache
-(LRU, as many blocks as the worker has) and of its own load, and both follow its own choices.
+(LRU, as many blocks as the worker has) and of its own load: prefill to do, requests, blocks that
+these take. Both follow its own choices, and so does which workers are full.
 The choices that were really made are replayed by the same rules as the arm `live`: shadows
 compare with that, not with the workers' own figures, which also count the blocks of answers.
 
-What a shadow takes from reality: which workers may serve, when a request's first byte came (its
-prefill is done) and when it ended.
+What a shadow takes from reality: which workers may serve, their size and measured speed, when a
+request's first byte came (its prefill is done), when it ended, and how long requests stay.
 """
 
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
+from cluster.protocol import prefill_pairs
 from router.fleet import Fleet
-from router.policies import Candidates, Policy, PolicyError, parse_policy
+from router.policies import Candidates, Policy, PolicyError, only_with_room, parse_policy
 from router.prefix_index import PrefixIndex
 
 MAX_BLOCKS = 200_000
@@ -51,21 +55,100 @@ class ShadowView(msgspec.Struct, frozen=True, kw_only=True):
     requests_to: dict[str, int]
 
 
+class _Placed(NamedTuple):
+    """A request at a ghost: the blocks that it takes, and what is still to compute for it.
+
+    own_blocks   blocks of its prompt beyond the full ones of `chain`, which nobody can share
+    """
+
+    chain: Sequence[bytes]
+    own_blocks: int
+    pending_tokens: int
+    pending_pairs: int
+
+
 class _Ghost:
     """One worker in one epoch, as an arm imagines it.
 
-    cached      its blocks, the longest unused first; parents are newer than their children, so
-                that what is left stays prefix-closed
-    unfinished  requests there -> prompt tokens still to compute
+    cached        its blocks, the longest unused first; parents are newer than their children, so
+                  that what is left stays prefix-closed
+    unfinished    requests there, of which come the numbers
+    computing     those whose prefill is not done, with so many pending tokens and pairs
+    taken_blocks  blocks that all of them take; what they share counts once
     """
 
-    __slots__ = ("cached", "epoch", "unfinished", "worker")
+    __slots__ = (
+        "cached",
+        "computing",
+        "epoch",
+        "pending_pairs",
+        "pending_tokens",
+        "taken_blocks",
+        "unfinished",
+        "worker",
+    )
 
     def __init__(self, worker: str, epoch: int) -> None:
         self.worker = worker
         self.epoch = epoch
         self.cached: dict[bytes, None] = {}
-        self.unfinished: dict[str, int] = {}
+        self.unfinished: dict[str, _Placed] = {}
+        self.computing = self.pending_tokens = self.pending_pairs = self.taken_blocks = 0
+
+    def place(self, request_id: str, placed: _Placed) -> None:
+        """A request is sent there."""
+        self.taken_blocks += self._unshared_blocks(placed)
+        self.unfinished[request_id] = placed
+        self.computing += 1
+        self.pending_tokens += placed.pending_tokens
+        self.pending_pairs += placed.pending_pairs
+
+    def began(self, request_id: str) -> None:
+        """Its prefill is done."""
+        placed = self.unfinished[request_id]
+        if placed.pending_tokens:
+            self.computing -= 1
+            self.pending_tokens -= placed.pending_tokens
+            self.pending_pairs -= placed.pending_pairs
+            self.unfinished[request_id] = placed._replace(pending_tokens=0, pending_pairs=0)
+
+    def ended(self, request_id: str) -> None:
+        """It is gone."""
+        self.began(request_id)
+        placed = self.unfinished.pop(request_id)
+        self.taken_blocks -= self._unshared_blocks(placed)
+
+    def _unshared_blocks(self, placed: _Placed) -> int:
+        """Blocks that it takes and none of the unfinished does."""
+        chain, shared = placed.chain, 0
+        for other in self.unfinished.values():
+            shared = _common_blocks(chain, other.chain, shared)
+        return len(chain) - shared + placed.own_blocks
+
+    def check(self) -> None:
+        """Raise AssertionError where the sums are not those of the unfinished requests."""
+        there = self.unfinished.values()
+        sums = (
+            sum(placed.pending_tokens > 0 for placed in there),
+            sum(placed.pending_tokens for placed in there),
+            sum(placed.pending_pairs for placed in there),
+            len({block for placed in there for block in placed.chain})
+            + sum(placed.own_blocks for placed in there),
+        )
+        kept = self.computing, self.pending_tokens, self.pending_pairs, self.taken_blocks
+        if kept != sums:
+            raise AssertionError(f"{self.worker}: {kept} kept, but its requests make {sums}")
+
+
+def _common_blocks(chain: Sequence[bytes], other: Sequence[bytes], known: int) -> int:
+    """Blocks that two prompts begin with alike, `known` where they are not more.
+
+    A block's hash is of all tokens up to its end, so equal ones can be searched by halving.
+    """
+    limit = min(len(chain), len(other))
+    if known >= limit or chain[known] != other[known]:
+        return known
+    return bisect_left(range(limit), True, known + 1, key=lambda at: chain[at] != other[at])
 
 
 class Arm:
@@ -83,45 +166,42 @@ class Arm:
         self._computed: dict[str, int] = {}
         self._requests_to: dict[str, int] = {}
 
-    def observe(
-        self,
-        fleet: Fleet,
-        request_id: str,
-        chain: Sequence[bytes],
-        candidates: Candidates,
-        chosen: int,
-    ) -> None:
-        """A request was sent to entry `chosen` of `candidates`: do with it what this arm would."""
+    def observe(self, fleet: Fleet, request_id: str, candidates: Candidates, sent_to: int) -> None:
+        """A request was sent to slot `sent_to` of `candidates`: do with it what this arm would."""
+        self.ended(request_id)  # an unfinished one with the same id: the later counts
         slots: list[int] = candidates.slots.tolist()
         ghosts = [self._ghost(fleet, slot) for slot in slots]
-        mine = self._as_seen(candidates, chain, slots, ghosts)
-        choice = chosen if self._policy is None else self._policy.choose(mine, self._rng).chosen
-        ghost, hit = ghosts[choice], int(mine.hit_tokens[choice])
-        computed = candidates.prompt_tokens - hit
+        mine = self._as_seen(candidates, slots, ghosts)
+        slot = sent_to if self._policy is None else self._choice(self._policy, mine)
+        choice = slots.index(slot)
+        ghost, hit = ghosts[choice], mine.hit_tokens.item(choice)
+        chain, prompt = candidates.chain, candidates.prompt_tokens
+        computed = prompt - hit
         self._requests += 1
-        self._agreed += choice == chosen
-        self._prompt_tokens += candidates.prompt_tokens
+        self._agreed += slot == sent_to
+        self._prompt_tokens += prompt
         self._hit_tokens += hit
         self._computed[ghost.worker] = self._computed.get(ghost.worker, 0) + computed
         self._requests_to[ghost.worker] = self._requests_to.get(ghost.worker, 0) + 1
         for worker in (each.worker for each in ghosts):
             self._computed.setdefault(worker, 0)
-        ghost.unfinished[request_id] = computed
+        own_blocks = -(-prompt // candidates.block_size) - len(chain)
+        ghost.place(request_id, _Placed(chain, own_blocks, computed, prefill_pairs(hit, prompt)))
         self._at[request_id] = ghost
-        capacity = int(candidates.capacity_blocks[choice])
-        self._cache(slots[choice], ghost, chain, min(capacity, MAX_BLOCKS // len(slots)))
+        capacity = candidates.capacity_blocks.item(choice)
+        self._cache(slot, ghost, chain, min(capacity, MAX_BLOCKS // len(slots)))
 
     def began(self, request_id: str) -> None:
         """The request's prefill is done."""
         ghost = self._at.get(request_id)
         if ghost is not None:
-            ghost.unfinished[request_id] = 0
+            ghost.began(request_id)
 
     def ended(self, request_id: str) -> None:
         """The request's answer ended or failed."""
         ghost = self._at.pop(request_id, None)
         if ghost is not None:
-            del ghost.unfinished[request_id]
+            ghost.ended(request_id)
 
     def view(self) -> ShadowView:
         """What it would have done so far."""
@@ -145,6 +225,7 @@ class Arm:
         for slot, ghost in self._ghosts.items():
             if self._index.blocks_of(slot) != ghost.cached.keys():
                 raise AssertionError(f"{self.name}: index and picture of {ghost.worker} differ")
+            ghost.check()
 
     def _ghost(self, fleet: Fleet, slot: int) -> _Ghost:
         card = fleet.at(slot).card
@@ -154,33 +235,47 @@ class Arm:
             ghost = self._ghosts[slot] = _Ghost(card.worker, card.epoch)
         return ghost
 
+    def _choice(self, policy: Policy, mine: Candidates) -> int:
+        """The slot that the policy chooses among those with room in this arm's pictures.
+
+        The request has been placed and cannot wait: where all are full, all are asked.
+        """
+        able = only_with_room(mine, holds_back=False)
+        if able is None:
+            able = mine
+        return able.slots.item(policy.choose(able, self._rng).chosen)
+
     def _as_seen(
-        self,
-        candidates: Candidates,
-        chain: Sequence[bytes],
-        slots: Sequence[int],
-        ghosts: Sequence[_Ghost],
+        self, candidates: Candidates, slots: Sequence[int], ghosts: Sequence[_Ghost]
     ) -> Candidates:
         """The candidates with this arm's hits and load in place of the real ones."""
         block_size = candidates.block_size
-        reusable = chain[: (candidates.prompt_tokens - 1) // block_size]
+        reusable = candidates.chain[: (candidates.prompt_tokens - 1) // block_size]
         mask = sum(1 << slot for slot in slots)
         depths = self._index.depths(reusable, mask, max(slots) + 1)
-        batch = np.array([len(ghost.unfinished) for ghost in ghosts], dtype=np.int64)
-        pending = np.array([sum(ghost.unfinished.values()) for ghost in ghosts], dtype=np.int64)
-        computing = np.array(
-            [sum(left > 0 for left in ghost.unfinished.values()) for ghost in ghosts],
+        batch, computing, pending, pairs, taken = np.array(
+            [
+                (
+                    len(ghost.unfinished),
+                    ghost.computing,
+                    ghost.pending_tokens,
+                    ghost.pending_pairs,
+                    ghost.taken_blocks,
+                )
+                for ghost in ghosts
+            ],
             dtype=np.int64,
-        )
+        ).T
         return candidates._replace(
             hit_tokens=depths[candidates.slots] * block_size,
             pending_tokens=pending,
             running=batch - computing,
             waiting=computing,
             batch=batch,
+            free_blocks=np.maximum(candidates.capacity_blocks - taken, 0),
             room_blocks=None,
             most_hit_tokens=None,
-            pending_pairs=None,
+            pending_pairs=pairs,
         )
 
     def _cache(self, slot: int, ghost: _Ghost, chain: Sequence[bytes], room: int) -> None:
@@ -207,17 +302,11 @@ class Shadows:
         if policies:
             self.arms = [Arm(LIVE, None, rng), *(Arm(p.name, p, rng) for p in policies)]
 
-    def observe(
-        self,
-        fleet: Fleet,
-        request_id: str,
-        chain: Sequence[bytes],
-        candidates: Candidates,
-        chosen: int,
-    ) -> None:
-        """A request was sent to entry `chosen` of `candidates`."""
+    def observe(self, fleet: Fleet, request_id: str, candidates: Candidates, sent_to: int) -> None:
+        """A request was sent to slot `sent_to`, one of `candidates`: all that may serve it, the
+        full ones too."""
         for arm in self.arms:
-            arm.observe(fleet, request_id, chain, candidates, chosen)
+            arm.observe(fleet, request_id, candidates, sent_to)
 
     def began(self, request_id: str) -> None:
         """The request's first byte came."""

@@ -14,16 +14,27 @@ cost wins.
     registry.py   policies by name, with parameters
 """
 
-from router.policies.base import Candidates, Decision, Policy, PolicyError, least, with_room
+from router.policies.base import (
+    LEFT_OUT,
+    Candidates,
+    Decision,
+    Policy,
+    PolicyError,
+    least,
+    only_with_room,
+    with_room,
+)
 from router.policies.registry import available, parse_policy
 
 __all__ = [
+    "LEFT_OUT",
     "Candidates",
     "Decision",
     "Policy",
     "PolicyError",
     "available",
     "least",
+    "only_with_room",
     "parse_policy",
     "with_room",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from math import floor
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -88,16 +88,27 @@ class Candidates(NamedTuple):
         )
 
 
+LeftOut = Literal["busy", "undrawn", "guard"]
+
+LEFT_OUT: dict[LeftOut, str] = {
+    "busy": "it is busy: its batch is beyond the mean plus `sigmas` standard deviations",
+    "undrawn": "it is not among the two that chance drew",
+    "guard": "it holds a prefix that draws more requests than its holders' share",
+}
+
+
 class Decision(NamedTuple):
     """What a policy chose.
 
-    chosen  entry of the candidates
-    costs   `[n]`, what each entry was judged by; the least wins, near-ties by the tie rule.
-            Infinite for an entry that was left out
+    chosen    entry of the candidates
+    costs     `[n]`, what each entry was judged by; the least wins, near-ties by the tie rule.
+              Infinite for an entry that was left out
+    left_out  why those were, one of LEFT_OUT; None: none was, or the policy does not say
     """
 
     chosen: int
     costs: CostArray
+    left_out: LeftOut | None = None
 
 
 class PolicyError(ValueError):
@@ -177,3 +188,17 @@ def with_room(candidates: Candidates) -> BoolArray | None:
     needed = (candidates.new_tokens + (size - 1)) // size
     room: BoolArray = (free >= needed) | (candidates.batch == 0)
     return None if room.all() else room
+
+
+def only_with_room(candidates: Candidates, *, holds_back: bool) -> Candidates | None:
+    """Those whose pool can take the prompt now, None where all are full.
+
+    Where none can, those that have any free block (or nothing to do): the prompt waits there.
+    Not so if requests are held back until a worker has room.
+    """
+    room = with_room(candidates)
+    if room is None:
+        return candidates
+    if not room.any() and not holds_back:
+        room = (candidates.free_blocks > 0) | (candidates.batch == 0)
+    return candidates.only(room) if room.any() else None

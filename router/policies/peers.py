@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from router.policies.base import Candidates, Decision, FloatArray, any_least, least
+from router.policies.base import Candidates, Decision, FloatArray, LeftOut, any_least, least
 
 Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0.0)]
@@ -145,6 +145,7 @@ def aibrix(
     AIBrix's `prefix-cache` gateway plugin.
     """
     running = candidates.batch
+    busy: LeftOut | None = None
     if int(running.max() - running.min()) > parameters.imbalance:
         costs: FloatArray = running.astype(np.float64)
     else:
@@ -152,4 +153,5 @@ def aibrix(
         limit = math.nextafter(float(running.mean() + parameters.sigmas * running.std()), math.inf)
         left = candidates.prompt_tokens - candidates.hit_tokens
         costs = np.where(running <= limit, left, np.inf)
-    return Decision(least(costs, candidates, 0.0, rng), costs)
+        busy = "busy"
+    return Decision(least(costs, candidates, 0.0, rng), costs, busy)

@@ -57,6 +57,7 @@ def locality(
         )
         if out is not None:
             costs = np.where(out, np.inf, costs)
+            return Decision(least(costs, candidates, parameters.tie, rng), costs, "guard")
     return Decision(least(costs, candidates, parameters.tie, rng), costs)
 
 

@@ -65,7 +65,7 @@ def power_of_two(
     costs = np.full(n, np.inf)
     drawn = rng.sample(range(n), min(2, n))
     costs[drawn] = candidates.batch[drawn]
-    return Decision(least(costs, candidates, 0.0, rng), costs)
+    return Decision(least(costs, candidates, 0.0, rng), costs, "undrawn")
 
 
 def least_tokens(

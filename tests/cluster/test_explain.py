@@ -39,6 +39,14 @@ async def test_the_command_prints_the_table_and_the_verdict():
         assert "w0 is second best, dearer by 17 (283.3%)" in lines[5]
 
 
+async def test_the_table_says_why_the_policy_left_a_worker_out():
+    async with Rig(workers=3, policy="aibrix") as rig:
+        rig.fleet.on_report(report("w2", load=Load(running=5, free_blocks=9)))
+        result = await run("--prompt", TEXT, "--url", rig.gateway.url)
+        (line,) = [line for line in result.output.splitlines() if " w2 " in line]
+        assert "-  it is busy: its batch is beyond the mean" in line
+
+
 async def test_a_chat_a_file_and_json(tmp_path):
     async with Rig() as rig:
         result = await run("--chat", "hi", "--url", rig.gateway.url, "--json")

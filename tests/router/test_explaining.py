@@ -1,8 +1,10 @@
 """`/admin/explain`: the table behind a decision, without any effect of it."""
 
 import json
+import random
 
 import msgspec
+import numpy as np
 import pytest
 
 from cluster.blocks import hash_blocks, join_hashes, pack_tokens
@@ -10,7 +12,8 @@ from cluster.protocol import HEADER_WORKER, ColdReport, Load
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.metrics import Metrics
-from router.policies import parse_policy
+from router.policies import Decision, Policy, available, parse_policy
+from router.policies.base import NoParameters
 from router.tokenization import Prompt
 from tests.router.support import NAMESPACE, FakeStatus, Rig, card, report
 from tests.router.test_forwarding import chain_of_text
@@ -174,3 +177,77 @@ async def test_a_full_worker_is_left_out_as_it_is_for_a_request():
         assert answer["chosen"] == "w1"
         assert "no room" in rows["w0"]["left_out"]
         assert (await rig.complete(TEXT))[1][HEADER_WORKER] == "w1"
+
+
+def asked(policy: Policy, batches: list[int]) -> tuple[Dispatcher, Prompt]:
+    """A dispatcher whose workers w0, w1, … have these batches; the last one holds the prompt."""
+    fleet = Fleet(clock=lambda: 7.0)
+    packed = pack_tokens(range(64))
+    prompt = Prompt(packed, hash_blocks(b"root", packed, NAMESPACE.block_size), NAMESPACE)
+    for number, batch in enumerate(batches):
+        fleet.on_card(card(f"w{number}"))
+        stored = prompt.chain if number == len(batches) - 1 else []
+        load = Load(running=batch, free_blocks=900, cached_blocks=len(stored))
+        fleet.on_report(report(f"w{number}", stored=stored, load=load))
+    metrics = Metrics(fleet, FakeStatus)
+    return Dispatcher(fleet, policy, metrics, random.Random(3)), prompt
+
+
+@pytest.mark.parametrize(
+    ("policy", "left_out", "words"),
+    [
+        ("aibrix", 1, "it is busy: its batch is beyond the mean"),
+        ("power_of_two", 2, "not among the two that chance drew"),
+    ],
+)
+def test_a_worker_that_the_policy_leaves_out_says_why(policy, left_out, words):
+    dispatcher, prompt = asked(parse_policy(policy), [0, 1, 3, 8])
+    answer = dispatcher.explain("tiny", "completion", prompt)
+    reasons = [row.left_out for row in answer.workers if row.cost is None]
+    assert len(reasons) == left_out
+    assert all(words in reason for reason in reasons)
+    assert all(row.left_out == "" for row in answer.workers if row.cost is not None)
+    # the holder was left out too
+    assert answer.reason == "load"
+    assert "costs more or is left out" in answer.because
+
+
+def test_the_holders_under_the_guard_say_that_it_left_them_out():
+    dispatcher, prompt = asked(parse_policy("locality:guard=1"), [0] * 4)
+    for number in range(2):
+        assert dispatcher.place("tiny", prompt, f"r{number}").worker == "w3"
+    answer = dispatcher.explain("tiny", "completion", prompt)
+    rows = {row.worker: row for row in answer.workers}
+    assert rows["w3"].cost is None
+    assert "a prefix that draws more requests than its holders' share" in rows["w3"].left_out
+    assert (answer.reason, answer.chosen != "w3") == ("guard", True)
+    assert "hotspot guard" in answer.because
+    assert dispatcher.place("tiny", prompt, "r2").worker != "w3"
+    lines = dispatcher._metrics.text().decode().splitlines()
+    name = 'stemroute_decisions_total{policy="locality:guard=1",reason='
+    assert f'{name}"guard"}} 1.0' in lines
+    assert f'{name}"hit"}} 2.0' in lines
+
+
+@pytest.mark.parametrize("policy", [*available(), "locality:guard=1", "dynamo:temperature=0.5"])
+@pytest.mark.parametrize("batches", [[0] * 4, [0, 1, 3, 8], [0, 0, 0, 100]])
+def test_whatever_the_policy_each_worker_has_a_cost_or_a_reason(policy, batches):
+    dispatcher, prompt = asked(parse_policy(policy), batches)
+    for number in range(4):
+        answer = dispatcher.explain("tiny", "completion", prompt)
+        for row in answer.workers:
+            assert (row.cost is None) == bool(row.left_out), row
+            assert row.left_out != "the policy left it out"
+        dispatcher.place("tiny", prompt, f"r{number}")
+
+
+def test_a_policy_that_does_not_say_why_it_leaves_a_worker_out():
+    def never_the_first(candidates, parameters, state, rng):
+        costs = np.arange(len(candidates.slots), dtype=np.float64)
+        costs[0] = np.inf
+        return Decision(1, costs)
+
+    dispatcher, prompt = asked(Policy("mine", never_the_first, NoParameters(), None), [0] * 3)
+    answer = dispatcher.explain("tiny", "completion", prompt)
+    assert [row.worker for row in answer.workers] == ["w1", "w2", "w0"]
+    assert [row.left_out for row in answer.workers] == ["", "", "the policy left it out"]

@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 from cluster.blocks import hash_blocks
 from cluster.protocol import HEADER_WORKER, Load
 from router import shadow
+from router.dispatch import Dispatcher
 from router.fleet import Fleet
+from router.metrics import Metrics
 from router.policies import PolicyError, parse_policy
 from router.shadow import Shadows, parse_shadows
-from tests.router.support import BLOCK_SIZE, NAMESPACE, Rig, card, chain_of, report
+from router.tokenization import Prompt
+from tests.router.support import BLOCK_SIZE, NAMESPACE, FakeStatus, Rig, card, chain_of, report
 
 PROMPT = 41
 CHAINS = [chain_of(range(start, start + PROMPT)) for start in (0, 1000, 2000)]
@@ -33,7 +36,7 @@ class Traffic:
         self.number += 1
         request_id = f"r{self.number}"
         found = self.fleet.candidates("tiny", chain, prompt)
-        self.shadows.observe(self.fleet, request_id, chain, found, chosen)
+        self.shadows.observe(self.fleet, request_id, found, chosen)
         if end:
             self.shadows.began(request_id)
             self.shadows.ended(request_id)
@@ -43,6 +46,12 @@ class Traffic:
 
     def view(self, policy: str):
         return next(view for view in self.shadows.views() if view.policy == policy)
+
+    def ends(self, *request_ids: str) -> None:
+        for request_id in request_ids:
+            self.shadows.ended(request_id)
+            for arm in self.shadows.arms:
+                arm.check()
 
 
 def test_each_arm_finds_what_its_own_choices_would_have_cached():
@@ -80,6 +89,119 @@ def test_an_arm_balances_by_its_own_load():
         traffic.shadows.ended(request_id)
     for arm in traffic.shadows.arms:
         assert not arm._at
+        assert not any(ghost.unfinished for ghost in arm._ghosts.values())
+
+
+@pytest.mark.parametrize("policy", ["dynamo", "llmd"])
+def test_a_shadow_does_not_flee_blocks_that_it_placed_nowhere(policy):
+    """The worker is full of what others sent; this arm's own requests have ended."""
+    traffic = Traffic(policy)
+    traffic.send(CHAINS[0][:5], chosen=0, prompt=21)
+    (first,) = traffic.view(policy).requests_to
+    traffic.fleet.on_report(report(first, load=Load(free_blocks=3, running=9)))
+    for chain in (CHAINS[0], chain_of([*range(20), *range(500, 521)])):  # half of it is there
+        traffic.send(chain, chosen=0)
+    assert traffic.view(policy).requests_to == {first: 3}
+
+
+def test_what_a_shadow_placed_takes_its_blocks_until_it_ends():
+    """41 new tokens are 11 blocks: dynamo sees those used where it put an answer that goes on."""
+    traffic = Traffic("dynamo")
+    went_on = []
+    for chain in CHAINS[:2]:
+        went_on.append(traffic.send(chain, chosen=0, end=False))
+        traffic.shadows.began(went_on[-1])
+    assert traffic.view("dynamo").requests_to == {"w0": 1, "w1": 1}
+    first = traffic.shadows.arms[1]._at[went_on[0]].worker
+    traffic.ends(went_on[0])
+    traffic.send(CHAINS[2], chosen=0)
+    assert traffic.view("dynamo").requests_to[first] == 2
+
+
+def test_requests_that_share_a_prefix_take_its_blocks_once():
+    """19 more take a block each beside the shared ten, and dynamo stays where the prefix is:
+    3 × 1 / 4 + 10 + 19 < 3 × 41 / 4. Taken anew by each, they would drive it away with the third.
+    """
+    traffic = Traffic("dynamo:overlap_weight=3")
+    requests = []
+    for _ in range(20):
+        requests.append(traffic.send(CHAINS[0], chosen=0, end=False))
+        traffic.shadows.began(requests[-1])
+    (held,) = traffic.view("dynamo:overlap_weight=3").requests_to.values()
+    assert held == 20
+    # two more, of which the first is a tie
+    requests += [traffic.send(CHAINS[0], chosen=0, end=False) for _ in range(2)]
+    assert len(traffic.view("dynamo:overlap_weight=3").requests_to) == 2
+    traffic.ends(*requests)
+    for arm in traffic.shadows.arms:
+        assert not any(ghost.taken_blocks for ghost in arm._ghosts.values())
+
+
+def test_a_worker_that_is_full_in_a_shadows_picture_is_left_out_of_it():
+    """15 blocks, of which 11 are taken: 41 more tokens do not fit where their prefix is."""
+    traffic = Traffic("prefix_only", capacity_blocks=15)
+    longer = chain_of([*range(PROMPT - 1), *range(500, 541)])
+    first = traffic.send(CHAINS[0], chosen=0, end=False)
+    traffic.send(longer, chosen=0, prompt=81)
+    assert traffic.view("prefix_only").requests_to == {"w0": 1, "w1": 1}
+    traffic.ends(first)
+    traffic.send(CHAINS[0], chosen=0)
+    assert max(traffic.view("prefix_only").requests_to.values()) == 2
+
+
+def test_a_shadow_whose_workers_are_all_full_still_places_what_was_placed():
+    traffic = Traffic("prefix_only", workers=1, capacity_blocks=11)
+    for chain in CHAINS:
+        traffic.send(chain, chosen=0, end=False)
+    assert traffic.view("prefix_only").requests_to == {"w0": 3}
+
+
+@pytest.mark.parametrize("policy", ["prefix_only", "dynamo"])
+def test_a_worker_that_is_really_full_is_not_left_out_of_a_shadows_choice(policy):
+    fleet, shadows = Fleet(), Shadows([parse_policy(policy)], random.Random(1))
+    for worker in ("w0", "w1"):
+        fleet.on_card(card(worker))
+    live = parse_policy("prefix_only")
+    metrics = Metrics(fleet, FakeStatus)
+    dispatcher = Dispatcher(fleet, live, metrics, random.Random(1), shadows)
+
+    def place(request_id: str) -> str:
+        prompt = Prompt(bytes(4 * PROMPT), CHAINS[0], NAMESPACE)
+        placement = dispatcher.place("tiny", prompt, request_id)
+        fleet.release(placement.booking)
+        shadows.began(request_id)
+        shadows.ended(request_id)
+        return placement.worker
+
+    place("r0")
+    (first,) = shadows.views()[1].requests_to
+    other = "w1" if first == "w0" else "w0"
+    fleet.on_report(report(first, load=Load(free_blocks=0, running=9)))
+    assert [place(f"r{number}") for number in (1, 2)] == [other, other]
+    assert shadows.views()[1].requests_to == {first: 3}
+
+
+@pytest.mark.parametrize("policy", ["ttft", "marginal"])
+def test_the_quadratic_part_of_what_is_pending_counts_in_a_shadow(policy):
+    """One prompt of 160 tokens takes as long as eleven of 41: 0.16 + 1.28 s and 0.04 + 0.08 s."""
+    traffic = Traffic(policy)
+    load = Load(free_blocks=1000, prefill_s_per_token=1e-3, prefill_s_per_pair=1e-4)
+    for worker in ("w0", "w1"):
+        traffic.fleet.on_report(report(worker, load=load))
+    traffic.send(chain_of(range(5000, 5160)), chosen=0, prompt=160, end=False)
+    for number in range(5):
+        traffic.send(chain_of(range(100 * number, 100 * number + 41)), chosen=0, end=False)
+    # 164 tokens in four prompts are more than 160 in one, but sooner done
+    assert sorted(traffic.view(policy).requests_to.values()) == [1, 5]
+
+
+def test_another_request_with_the_same_id_takes_the_place_of_the_first():
+    traffic = Traffic("round_robin")
+    for _ in range(2):
+        request_id = traffic.send(CHAINS[0], chosen=0, end=False)
+        traffic.number = 0
+    traffic.ends(request_id)
+    for arm in traffic.shadows.arms:
         assert not any(ghost.unfinished for ghost in arm._ghosts.values())
 
 
@@ -126,8 +248,12 @@ def test_a_new_epoch_begins_with_an_empty_picture():
 )
 def test_pictures_stay_prefix_closed_and_equal_to_their_index(requests, capacity):
     traffic = Traffic("least_requests", workers=3, capacity_blocks=capacity)
+    unfinished: list[str] = []
     for which, chosen, blocks, end in requests:
-        traffic.send(CHAINS[which][:blocks], chosen, prompt=4 * blocks + 1, end=end)
+        chain = CHAINS[which][:blocks]
+        unfinished.append(traffic.send(chain, chosen, prompt=4 * blocks + 1, end=False))
+        if end:  # another one, mostly
+            traffic.ends(unfinished.pop(blocks % len(unfinished)))
         for arm in traffic.shadows.arms:
             for ghost in arm._ghosts.values():
                 assert len(ghost.cached) <= capacity
