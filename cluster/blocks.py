@@ -4,6 +4,12 @@ A block hash names a block *and everything before it*. Two workers, two routers 
 processes must derive the same bytes from the same tokens, so nothing here depends on the
 process (no `hash()`), and every field of a namespace is tagged and length-prefixed: an
 adapter that is named like a tenant never collides with it.
+
+    h[i] = SHA-256(h[i-1] or root, tokens[i] as little-endian u32)[:14], then i as little-endian u16
+
+Whoever sees a hash sees how deep in its chain it is: a bounded index drops the deepest blocks
+without a word more in messages or memory. 112 bits of SHA-256 are left, and only blocks of one
+depth can collide.
 """
 
 from __future__ import annotations
@@ -15,14 +21,21 @@ from functools import lru_cache
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 HASH_BYTES = 16
 """Size of a block hash in bytes."""
 
+DIGEST_BYTES = 14
+"""Of them, those of the digest. The others are the depth."""
+
+MAX_DEPTH = 65_535
+"""Blocks beyond it are told to be as deep as this."""
+
 KEPT_SPLITTERS = 512
 """Sizes up to which what splits so many hashes is kept: those of reports, not of whole sets."""
 
-DOMAIN = b"stemroute/block-chain/1"
+DOMAIN = b"stemroute/block-chain/2"
 
 
 class Namespace(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,27 +103,45 @@ def unpack_tokens(packed: bytes) -> list[int]:
     return ids
 
 
+def depth_of(block: bytes) -> int:
+    """Blocks before this one in its chain, at most `MAX_DEPTH`."""
+    return int.from_bytes(block[DIGEST_BYTES:], "little")
+
+
+def depths_of(joined: bytes) -> NDArray[np.uint16]:
+    """`[n]`: `depth_of` each of `n` joined hashes."""
+    return np.frombuffer(joined, dtype="<u2")[DIGEST_BYTES // 2 :: HASH_BYTES // 2]
+
+
 def hash_block(parent: bytes, packed: bytes) -> bytes:
-    """Hash of one full block: `SHA-256(parent, tokens as LE u32)[:16]`.
+    """Hash of one full block.
 
     `parent` is the previous block's hash, or the namespace root for the first block.
     """
-    return hashlib.sha256(parent + packed).digest()[:HASH_BYTES]
+    depth = min(_depth_after(parent), MAX_DEPTH)
+    return hashlib.sha256(parent + packed).digest()[:DIGEST_BYTES] + depth.to_bytes(2, "little")
 
 
-def hash_blocks(root: bytes, packed: bytes, block_size: int) -> list[bytes]:
-    """Chained hashes of all full blocks of a prompt.
+def hash_blocks(parent: bytes, packed: bytes, block_size: int) -> list[bytes]:
+    """Chained hashes of all full blocks of a prompt, or of what continues the block `parent`.
 
-    `packed` holds the prompt's tokens (`pack_tokens`); a partial last block is left out.
+    `packed` holds tokens (`pack_tokens`); a partial last block is left out.
     """
     sha256 = hashlib.sha256
     step = 4 * block_size
-    parent = root
+    first, count = _depth_after(parent), len(packed) // step
+    depths = np.minimum(np.arange(first, first + count), MAX_DEPTH).astype("<u2").tobytes()
     hashes = []
-    for start in range(0, len(packed) - step + 1, step):
-        parent = sha256(parent + packed[start : start + step]).digest()[:HASH_BYTES]
+    for place in range(count):
+        part = packed[place * step : place * step + step]
+        digest = sha256(parent + part).digest()
+        parent = digest[:DIGEST_BYTES] + depths[2 * place : 2 * place + 2]
         hashes.append(parent)
     return hashes
+
+
+def _depth_after(parent: bytes) -> int:
+    return depth_of(parent) + 1 if len(parent) == HASH_BYTES else 0  # the root is longer
 
 
 def join_hashes(hashes: Iterable[bytes]) -> bytes:

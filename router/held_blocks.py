@@ -1,7 +1,7 @@
 """The blocks of one worker in the order in which they were stored.
 
 Who holds a block is asked of the index's masks; this is only for what concerns a whole worker:
-forgetting it, comparing it with a snapshot, dropping its latest blocks. So a change costs next to
+forgetting it, comparing it with a snapshot, dropping its deepest blocks. So a change costs next to
 nothing here: hashes are joined to runs, stored ones and evicted ones, and once there are many
 evicted ones they are taken out of the stored ones at once.
 
@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import numpy as np
+from numpy.typing import NDArray
 
-from cluster.blocks import HASH_BYTES, join_hashes, split_hashes
+from cluster.blocks import HASH_BYTES, MAX_DEPTH, depths_of, join_hashes, split_hashes
 
 MIN_GONE = 256
 MAX_GONE = 8192
@@ -26,8 +27,8 @@ MAX_GONE = 8192
 these at least and these at most: some milliseconds of work."""
 
 MARKS = 1 << 16
-"""Places in which evicted blocks are marked, by the end of their hash: most others are told from
-them by that alone."""
+"""Places in which evicted blocks are marked, by the beginning of their hash: most others are told
+from them by that alone."""
 
 
 class HeldBlocks:
@@ -62,13 +63,22 @@ class HeldBlocks:
         """All that are held, in the order of their storing."""
         return split_hashes(self._take_out())
 
-    def drop_latest(self, count: int) -> list[bytes]:
-        """Forget the `count` blocks that were stored last; returns them."""
+    def drop_deepest(self, count: int) -> list[bytes]:
+        """Forget the `count` blocks that are deepest in their chains, of equally deep ones those
+        stored last; returns them. What is left holds the parents of whatever it holds."""
         runs = self._take_out()
+        depths = depths_of(runs)
+        at_depth = np.bincount(depths, minlength=MAX_DEPTH + 1)
+        deeper = at_depth[::-1].cumsum()[::-1]  # blocks at this depth or deeper
+        last = int((deeper >= count).nonzero()[0][-1]) if count else MAX_DEPTH
+        gone = depths > last
+        at_last = (depths == last).nonzero()[0]
+        gone[at_last[len(at_last) - (count - int(gone.sum())) :]] = True
+        hashes = np.frombuffer(runs, dtype=f"V{HASH_BYTES}")
         self.count -= count
         self._stored -= count
-        self._runs = [runs[: HASH_BYTES * self.count]]
-        return split_hashes(runs[HASH_BYTES * self.count :])
+        self._runs = [hashes[~gone].tobytes()]
+        return split_hashes(hashes[gone].tobytes())
 
     def _take_out(self) -> bytes:
         """Take the evicted ones out; returns all that are held as one run."""
@@ -77,15 +87,13 @@ class HeldBlocks:
             evicted_at: dict[bytes, int] = {}
             for place, joined in self._gone:
                 evicted_at.update(dict.fromkeys(split_hashes(joined), place))
-            # equal ends are not equal hashes: the marks only tell where to look
-            ends = np.frombuffer(runs, dtype=np.uint16)[HASH_BYTES // 2 - 1 :: HASH_BYTES // 2]
-            gone = np.frombuffer(b"".join(evicted_at), dtype=np.uint16)
+            # equal beginnings are not equal hashes: the marks only tell where to look
             marks = np.zeros(MARKS, dtype=np.bool_)
-            marks[gone[HASH_BYTES // 2 - 1 :: HASH_BYTES // 2]] = True
+            marks[_beginnings(b"".join(evicted_at))] = True
             latest = evicted_at.get
             out = [
                 place
-                for place in marks[ends].nonzero()[0].tolist()
+                for place in marks[_beginnings(runs)].nonzero()[0].tolist()
                 if latest(runs[HASH_BYTES * place : HASH_BYTES * (place + 1)], 0) > place
             ]
             kept = np.ones(self._stored, dtype=np.bool_)
@@ -96,6 +104,10 @@ class HeldBlocks:
             self._stored = self.count
         self._runs = [runs]
         return runs
+
+
+def _beginnings(joined: bytes) -> NDArray[np.uint16]:
+    return np.frombuffer(joined, dtype=np.uint16)[:: HASH_BYTES // 2]
 
 
 def _join(blocks: Collection[bytes]) -> bytes:

@@ -16,9 +16,9 @@ The masks lie in 256 dictionaries, by the first byte of the hash. A dictionary t
 all its entries at once: one of ten million would hold up the event loop for a second, one of
 80,000 does for some milliseconds.
 
-The index is bounded. Beyond `max_pairs` (block, worker) pairs it drops the latest stored blocks
-of the worker that has most: parents are stored before what continues them, so these are the
-deepest of their chains. A hit is then taken for shorter than it is, never for longer.
+The index is bounded. Beyond `max_pairs` (block, worker) pairs it drops the deepest blocks of the
+worker that has most: the beginnings of all prefixes stay known. A hit is then taken for shorter
+than it is, never for longer.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ from router.held_blocks import HeldBlocks
 
 MAX_PAIRS = 20_000_000
 """Some 3 GB at most."""
+
+SPARE = 64
+"""Where the index is full, this part of a worker's share is dropped at once: it looks through all
+of a worker's blocks for the deepest."""
 
 SHARDS = 256
 
@@ -60,7 +64,6 @@ class PrefixIndex:
             raise ValueError(f"max_pairs must be at least 1, got {max_pairs}")
         self.max_pairs = max_pairs
         self._shards: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
-        # in order of storing: whatever is cut off the end leaves a prefix-closed set
         self._held: dict[int, HeldBlocks] = {}
         self._dropped: dict[int, int] = {}
         self._pairs = 0
@@ -366,13 +369,13 @@ class PrefixIndex:
         return unknown
 
     def _shrink(self) -> None:
-        """Drop down to `max_pairs`: the latest stored of the slot that has most, down to its
-        even share at most."""
+        """Drop down to `max_pairs`: the deepest of the slot that has most, down to its even share,
+        and some more, so that the next reports find room."""
         share = self.max_pairs // len(self._held)
         while self._pairs > self.max_pairs:
             slot = max(self._held, key=lambda each: self._held[each].count)
             held = self._held[slot]
-            excess = min(self._pairs - self.max_pairs, held.count - share)
-            self._clear(held.drop_latest(excess), slot)
+            excess = min(self._pairs - self.max_pairs, held.count - share) + share // SPARE
+            self._clear(held.drop_deepest(excess), slot)
             self._pairs -= excess
             self._dropped[slot] = self._dropped.get(slot, 0) + excess

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 
 from cluster.blocks import (
     HASH_BYTES,
+    MAX_DEPTH,
     Namespace,
+    depth_of,
+    depths_of,
     hash_block,
     hash_blocks,
     join_hashes,
@@ -31,11 +34,29 @@ tokens_lists = st.lists(st.integers(0, 2**32 - 1), max_size=80)
 def test_hashes_are_the_documented_chain() -> None:
     root = BASE.root(b"secret")
     tokens = list(range(40))
-    first = hashlib.sha256(root + b"".join(t.to_bytes(4, "little") for t in range(16))).digest()
-    second = hashlib.sha256(
-        first[:16] + b"".join(t.to_bytes(4, "little") for t in range(16, 32))
-    ).digest()
-    assert hash_blocks(root, pack_tokens(tokens), 16) == [first[:16], second[:16]]
+    blocks = [b"".join(t.to_bytes(4, "little") for t in range(at, at + 16)) for at in (0, 16)]
+    first = hashlib.sha256(root + blocks[0]).digest()[:14] + b"\0\0"
+    second = hashlib.sha256(first + blocks[1]).digest()[:14] + b"\1\0"
+    assert hash_blocks(root, pack_tokens(tokens), 16) == [first, second]
+
+
+@given(tokens_lists, st.integers(0, 3))
+def test_a_hash_tells_how_deep_it_is(tokens: list[int], cut: int) -> None:
+    packed = pack_tokens(tokens)
+    chain = hash_blocks(BASE.root(), packed, 2)
+    assert [depth_of(block) for block in chain] == list(range(len(chain)))
+    assert depths_of(join_hashes(chain)).tolist() == list(range(len(chain)))
+    if len(chain) > cut:  # a chain that goes on is the same as one in one piece
+        rest = hash_blocks(chain[cut], packed[8 * (cut + 1) :], 2)
+        assert chain[: cut + 1] + rest == chain
+
+
+def test_blocks_beyond_the_deepest_that_can_be_told_stay_different() -> None:
+    packed = pack_tokens([7] * (MAX_DEPTH + 5))
+    chain = hash_blocks(BASE.root(), packed, 1)
+    assert [depth_of(block) for block in chain[-6:]] == [MAX_DEPTH - 1] + [MAX_DEPTH] * 5
+    assert len(set(chain)) == len(chain)
+    assert hash_block(chain[-2], pack_tokens([7])) == chain[-1]
 
 
 def test_hashes_do_not_depend_on_the_process() -> None:

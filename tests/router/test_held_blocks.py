@@ -4,10 +4,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cluster.blocks import MAX_DEPTH, depth_of
 from router.held_blocks import HeldBlocks
 
-blocks = st.lists(st.integers(0, 9).map(lambda number: b"%016d" % number), max_size=6, unique=True)
-steps = st.lists(st.tuples(st.sampled_from(["store", "evict", "latest", "read"]), blocks))
+digits = st.integers(0, 9)
+depths = st.sampled_from([0, 1, 2, 300, MAX_DEPTH])
+block = st.builds(lambda n, depth: b"%014d" % n + depth.to_bytes(2, "little"), digits, depths)
+blocks = st.lists(block, max_size=6, unique=True)
+steps = st.lists(st.tuples(st.sampled_from(["store", "evict", "deepest", "read"]), blocks))
 
 
 @pytest.mark.parametrize("at_least", [0, 3, 256])
@@ -21,8 +25,8 @@ def test_it_holds_what_an_ordered_set_would(monkeypatch, at_least, script, alike
     monkeypatch.setattr("router.held_blocks.MIN_GONE", at_least)
     held, model = HeldBlocks(), {}
     for action, these in script:
-        if alike:  # hashes whose ends are the same
-            these = [block[::-1] for block in these]
+        if alike:  # hashes whose beginnings are the same
+            these = [b"ab" + block[2:] for block in these]
         if action == "store":
             new = [block for block in these if block not in model]
             held.store(new)
@@ -31,11 +35,12 @@ def test_it_holds_what_an_ordered_set_would(monkeypatch, at_least, script, alike
             known = [block for block in these if block in model]
             held.evict(known)
             model = {block: None for block in model if block not in these}
-        elif action == "latest":
+        elif action == "deepest":
             count = min(len(these), len(model))
-            latest = list(model)[len(model) - count :]
-            assert list(held.drop_latest(count)) == latest
-            model = {block: None for block in model if block not in latest}
+            by_depth = sorted(enumerate(model), key=lambda each: (depth_of(each[1]), each[0]))
+            deepest = {block for _, block in by_depth[len(model) - count :]}
+            assert set(held.drop_deepest(count)) == deepest
+            model = {block: None for block in model if block not in deepest}
         else:
             assert list(held.blocks()) == list(model)
         assert held.count == len(model)

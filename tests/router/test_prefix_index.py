@@ -4,6 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from router.held_blocks import HeldBlocks
 from router.prefix_index import IndexCheckError, PrefixIndex
 from tests.router.support import chain_of
 
@@ -130,19 +131,46 @@ def test_beyond_its_bound_the_index_drops_the_deepest_blocks_and_says_so():
     assert index.problem == ""
     index.store(0, other)  # 10 + 10 + 10
     assert index.pairs == 25
-    assert index.depths(other, 0b11, 2).tolist() == [5, 0]
-    assert index.depths(A, 0b11, 2).tolist() == [10, 10]
+    assert index.depths(other, 0b11, 2).tolist() == [7, 0]  # equally deep: the latest stored go
+    assert index.depths(A, 0b11, 2).tolist() == [8, 10]
     assert (index.count(0), index.dropped(0), index.dropped(1)) == (15, 5, 0)
     assert "5 cached blocks are left out because 25 are indexed" in index.problem
     assert "gateway.index_max_pairs" in index.problem
     index.check()
     # the worker evicts what the index no longer had, then what it had
-    index.evict(0, other[5:])
+    index.evict(0, other[7:])
+    assert (index.count(0), index.dropped(0)) == (15, 2)
+    index.evict(0, A[8:])
     assert (index.count(0), index.dropped(0), index.problem) == (15, 0, "")
-    index.evict(0, other[:5])
+    index.evict(0, other[:7])
     index.store(1, other[:3])
     assert index.depths(other, 0b11, 2).tolist() == [0, 3]
     index.check()
+
+
+def test_a_full_index_still_learns_where_new_prefixes_begin():
+    index, prefixes = PrefixIndex(max_pairs=64), []
+    for number in range(16):
+        prefix = chain_of([number] * 400)  # 25 blocks
+        prefixes.append(prefix)
+        index.store(0, prefix)
+        assert index.depths(prefix, 1, 1).item() >= 3
+    depths = [index.depths(prefix, 1, 1).item() for prefix in prefixes]
+    assert set(depths) <= {3, 4, 5}
+    assert sum(depths) == index.pairs == 63  # 64, and a 64th of it to spare
+    index.check()
+
+
+def test_it_looks_through_a_worker_once_for_many_blocks(monkeypatch):
+    index, looks = PrefixIndex(max_pairs=6400), []
+    drop = HeldBlocks.drop_deepest
+    monkeypatch.setattr(
+        HeldBlocks, "drop_deepest", lambda held, count: looks.append(count) or drop(held, count)
+    )
+    for block in chain_of(range(10_000), block_size=1):
+        index.store(0, [block])
+    assert len(looks) == -(-(10_000 - 6400) // 101)
+    assert index.pairs <= 6400
 
 
 def test_a_worker_with_little_is_not_kept_out_by_one_with_much():
