@@ -109,7 +109,7 @@ async def test_time_runs_from_the_arrival_and_ends_with_503():
 
 
 async def test_one_that_waited_for_room_is_told_that_no_worker_is_ready_any_more():
-    async with Rig(queue=5, queue_timeout_s=0.2) as rig:
+    async with Rig(queue=5, queue_timeout_s=0.5) as rig:
         await rig.complete(PROMPT)
         rig.fleet.on_report(report("w0", load=FULL))
         asked = asyncio.create_task(rig.complete(PROMPT))
