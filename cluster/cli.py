@@ -55,7 +55,7 @@ def up(
         str | None, typer.Option(help="Routing policy, such as locality or dynamo:temperature=0.5.")
     ] = None,
     queue: Annotated[
-        int | None, typer.Option(help="Requests that may wait for a worker with room.")
+        int | None, typer.Option(help="Requests that may wait for a ready worker with room.")
     ] = None,
     kv_blocks: Annotated[int | None, typer.Option(help="KV blocks a worker; 0: as fit.")] = None,
     redis_url: Annotated[
@@ -175,7 +175,7 @@ def gateway(
         str | None, typer.Option(help="Routing policy, such as locality or dynamo:temperature=0.5.")
     ] = None,
     queue: Annotated[
-        int | None, typer.Option(help="Requests that may wait for a worker with room.")
+        int | None, typer.Option(help="Requests that may wait for a ready worker with room.")
     ] = None,
     redis_url: Annotated[str | None, typer.Option(help="Redis of the pool.")] = None,
     config: Config = None,

@@ -27,7 +27,9 @@ class FollowerStatus(msgspec.Struct, frozen=True, kw_only=True):
     stale       what is known may be out of date, for `reason` (words)
     reports     applied since the start
     gaps        holes found in a worker's sequence
-    repairs     whole sets read to mend a hole or after Redis was away
+    disagreements   reports of another number of blocks than was known after them
+    disagreeing     worker -> whole sets read in a row that did not help
+    repairs     whole sets read to mend either, or after Redis was away
     unreadable  messages that could not be decoded
     refused     worker -> why it is not used
     report_ages_s   worker -> seconds since its last report
@@ -38,6 +40,8 @@ class FollowerStatus(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     reports: int
     gaps: int
+    disagreements: int
+    disagreeing: dict[str, int]
     repairs: int
     unreadable: int
     refused: dict[str, str]
@@ -86,6 +90,8 @@ class Follower:
             reason=reason,
             reports=following.reports,
             gaps=following.gaps,
+            disagreements=following.disagreements,
+            disagreeing=following.disagreeing,
             repairs=following.repairs,
             unreadable=following.unreadable,
             refused=following.refused,

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from cluster.agreement import Agreement
 from cluster.protocol import PROTOCOL_VERSION, ColdReport, Report, WorkerCard
 
 log = logging.getLogger(__name__)
@@ -125,6 +126,7 @@ class _Known:
 
     def __init__(self, now: float) -> None:
         self.tracker = Tracker()
+        self.agreement = Agreement()
         self.heard_at = self.reported_at = now
         self.newest: Report | None = None
 
@@ -145,9 +147,9 @@ class _Envelope(msgspec.Struct):
 class Following:
     """Feeds a sink with what a pool's workers report.
 
-    Attributes count since the start: `reports` applied, `gaps` found (holes in a sequence, sets
-    that disagree), `repairs` (whole sets read to mend), `unreadable`
-    messages.
+    Attributes count since the start: `reports` applied, `gaps` found (holes in a sequence),
+    `disagreements` (reports of another number of blocks than is known), `repairs` (whole sets
+    read to mend either), `unreadable` messages.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class Following:
     ) -> None:
         self.reports = 0
         self.gaps = 0
+        self.disagreements = 0
         self.repairs = 0
         self.unreadable = 0
         self._sink = sink
@@ -168,6 +171,15 @@ class Following:
     def refused(self) -> dict[str, str]:
         """Worker -> why it is not used, in words."""
         return {worker: refused.reason for worker, refused in self._refused.items()}
+
+    @property
+    def disagreeing(self) -> dict[str, int]:
+        """Worker -> whole sets read in a row that did not bring its reports into agreement."""
+        return {
+            worker: known.agreement.unhelped
+            for worker, known in self._workers.items()
+            if known.agreement.broken
+        }
 
     def report_ages_s(self, now: float) -> dict[str, float]:
         """Worker -> seconds since its last report, or since it was found without one."""
@@ -205,18 +217,19 @@ class Following:
         verdict = known.tracker.offer(report.epoch, report.sequence, resync=report.resync)
         self.gaps += known.tracker.gaps - gaps
         if verdict is Verdict.IGNORE:
-            self._tell_of_old(known, report)
+            self._tell_of_old(known, report, now)
             return None
         known.heard_at = known.reported_at = now
         if verdict is Verdict.SNAPSHOT:
             return Need(worker, report, repair=True)
         known.newest = report
         self.reports += 1
-        if self._sink.on_report(report) is False:
-            self.gaps += 1
-            log.warning("the index of %s does not agree with its report: reading it again", worker)
-            return Need(worker, None, repair=True)
-        return None
+        if self._agrees(known, report, self._sink.on_report(report), now):
+            return None
+        if not known.agreement.wants_read(now):
+            return None
+        log.info("the index of %s does not agree with its report: reading it again", worker)
+        return Need(worker, None, repair=True)
 
     def settle(self, need: Need, held: Held | None, now: float) -> None:
         """What Redis holds of `need.worker`; None where its lease has ended."""
@@ -227,7 +240,7 @@ class Following:
         if known is None or report is None or known.tracker.epoch != report.epoch:
             return
         self.reports += 1
-        self._tell_of_old(known, report)
+        self._tell_of_old(known, report, now)
 
     def renew_leases(self, now: float) -> None:
         """Redis was away: it may be empty at first, so every worker gets its lease anew."""
@@ -272,16 +285,18 @@ class Following:
         known = self._workers.setdefault(worker, _Known(now))
         if not known.tracker.snapshot(card.epoch, held.sequence):
             return
+        known.agreement.read()
         self.repairs += need.repair
         self._sink.on_card(card)
         self._sink.on_snapshot(worker, card.epoch, held.hashes)
         if held.cpu or held.disk:
             self._sink.on_cold_snapshot(worker, card.epoch, held.cpu, held.disk)
 
-    def _tell_of_old(self, known: _Known, report: Report) -> None:
+    def _tell_of_old(self, known: _Known, report: Report, now: float) -> None:
         """A report whose blocks are known already: its load, if newer, and the ids it names.
 
-        A snapshot may run ahead of the stream, so reports come whose blocks it includes.
+        A snapshot may run ahead of the stream, so reports come whose blocks it includes. Only the
+        one that was the last when it was taken can be compared with it.
         """
         if report.epoch != known.tracker.epoch:
             return
@@ -291,7 +306,7 @@ class Following:
         elif not report.received:
             return
         cold = newest.cold
-        self._sink.on_report(
+        agrees = self._sink.on_report(
             msgspec.structs.replace(
                 newest,
                 received=report.received,
@@ -300,6 +315,21 @@ class Following:
                 cold=cold.without_changes() if isinstance(cold, ColdReport) else cold,
             )
         )
+        if newest is report and report.sequence == known.tracker.sequence:
+            self._agrees(known, report, agrees, now)
+
+    def _agrees(self, known: _Known, report: Report, answer: bool | None, now: float) -> bool:
+        """Judge by the sink's answer to the report that is level with what it knows."""
+        agrees, agreement = answer is not False, known.agreement
+        was_broken = agreement.broken
+        agreement.judge(agrees, now)
+        self.disagreements += not agrees
+        if agreement.broken != was_broken:
+            if agreement.broken:
+                log.error("%s publishes other blocks than it says that it caches", report.worker)
+            else:
+                log.warning("%s publishes what it caches again", report.worker)
+        return agrees
 
     def _signed_off(self, known: _Known | None, report: Report) -> None:
         if known is not None and report.epoch >= known.tracker.epoch:

@@ -71,6 +71,13 @@ class GatewayLinks:
 
     async def _index_link(self) -> str:
         self._need_gateway()
+        apart = await settled(self._disagreeing, self._patience_s)
+        if apart:
+            raise Broken(
+                "; ".join(f"{worker}: {why}" for worker, why in apart.items()),
+                f"restart {', '.join(apart)} with the gateway's version of stemroute: they count "
+                "blocks in their caches of which their reports do not tell",
+            )
         if not self._bus.usable:
             raise Skip("no worker to compare with")
         problem = await settled(self._index_problem, self._patience_s)
@@ -80,6 +87,11 @@ class GatewayLinks:
                 "if it stays: let the gateway use the same Redis and pool, or restart it",
             )
         return "it knows every worker in its present epoch, and all blocks that they cache"
+
+    async def _disagreeing(self) -> dict[str, str]:
+        fleet = (await self._ask("GET", "/admin/fleet", None)).json()
+        apart: dict[str, str] = fleet["disagreeing"]
+        return apart
 
     async def _index_problem(self) -> str:
         fleet = (await self._ask("GET", "/admin/fleet", None)).json()

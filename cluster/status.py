@@ -32,7 +32,14 @@ def status_table(fleet: dict[str, Any]) -> RenderableType:
             str(worker["pending_prefill_tokens"]),
             f"{used / capacity:.0%}" if capacity else "-",
             str(worker["cached_blocks"]),
-            Text(str(worker["indexed_blocks"]), style="" if agree else "yellow"),
+            Text(
+                str(worker["indexed_blocks"]),
+                style="red"
+                if worker["worker"] in fleet["disagreeing"]
+                else ""
+                if agree
+                else "yellow",
+            ),
             str(worker["routed"]),
         )
     bus = fleet["bus"]
@@ -44,7 +51,10 @@ def status_table(fleet: dict[str, Any]) -> RenderableType:
         lines.append(Text(f"the index is stale: {bus['reason']}", style="red"))
     else:
         lines.append(
-            Text(f"index: {bus['reports']} reports, {bus['gaps']} gaps, {bus['repairs']} repairs")
+            Text(
+                f"index: {bus['reports']} reports, {bus['gaps']} gaps, "
+                f"{bus['disagreements']} disagreements, {bus['repairs']} repairs"
+            )
         )
     lines += [
         Text(f"refused: {worker}: {reason}", style="red")

@@ -15,6 +15,7 @@ from router.fleet import Fleet
 from router.http_messages import Request, Response
 from router.metrics import BusStatus
 from router.policies import PolicyError, available, parse_policy
+from router.readiness import disagreeing, index_view
 from router.shadow import ShadowView
 
 FLUSH_TIMEOUT_S = 10.0
@@ -54,13 +55,14 @@ class ShadowAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BusView(msgspec.Struct, frozen=True, kw_only=True):
-    """How following the bus goes."""
+    """How following the bus goes; `stale` and `reason` as `index` in `/ready`."""
 
     connected: bool
     stale: bool
     reason: str
     reports: int
     gaps: int
+    disagreements: int
     repairs: int
 
 
@@ -92,7 +94,11 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetView(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of `GET /admin/fleet`. `refused` maps a worker to the reason why it is not used."""
+    """Answer of `GET /admin/fleet`.
+
+    refused       worker -> the reason why it is not used
+    disagreeing   worker -> how what it publishes differs from what it says that it caches
+    """
 
     pool: str
     policy: str
@@ -100,6 +106,7 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     in_flight: int
     bus: BusView
     refused: dict[str, str]
+    disagreeing: dict[str, str]
     workers: list[WorkerView]
 
 
@@ -187,6 +194,7 @@ class Admin:
     def view(self) -> FleetView:
         """The fleet now."""
         fleet, status = self._fleet, self._bus()
+        index = index_view(fleet, status)
         return FleetView(
             pool=self._pool,
             policy=self._dispatcher.policy.name,
@@ -194,13 +202,15 @@ class Admin:
             in_flight=fleet.in_flight,
             bus=BusView(
                 connected=status.connected,
-                stale=status.stale,
-                reason=status.reason,
+                stale=index.stale,
+                reason=index.reason,
                 reports=status.reports,
                 gaps=status.gaps,
+                disagreements=status.disagreements,
                 repairs=status.repairs,
             ),
             refused={**status.refused, **fleet.refused()},
+            disagreeing=disagreeing(fleet, status),
             workers=self._workers(),
         )
 

@@ -21,7 +21,7 @@ from router.bitmask import Spread
 from router.cold_index import ColdIndex
 from router.columns import ROWS, LoadTable
 from router.coming import ComingBlocks
-from router.groups import group_of
+from router.groups import Groups
 from router.member import Booking, Member, ModelGroup, booked_of, idle_load, row_of
 from router.policies import Candidates
 from router.prefix_index import MAX_PAIRS, PrefixIndex
@@ -68,7 +68,7 @@ class Fleet:
         self._by_slot: list[Member | None] = []
         self._table = LoadTable()
         self._spread = Spread()
-        self._groups: dict[str, ModelGroup] = {}
+        self.groups = Groups(self._table, clock)
         self._suspects = Suspects(suspect_s)
         self._traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
         self._bookings: dict[int, Booking] = {}
@@ -166,18 +166,18 @@ class Fleet:
         """Models that a ready worker serves, with the card that the others must match."""
         return {
             name: group.reference
-            for name, group in sorted(self._groups.items())
+            for name, group in sorted(self.groups.by_model.items())
             if group.reference is not None
         }
 
     def known_models(self) -> list[str]:
         """Models of all workers, whatever their state."""
-        return sorted(self._groups)
+        return sorted(self.groups.by_model)
 
     def group(self, model: str) -> ModelGroup | None:
         """The workers of `model` that may serve now; None where no worker names it."""
         self._expire()
-        return self._groups.get(model)
+        return self.groups.by_model.get(model)
 
     def candidates(
         self,
@@ -345,7 +345,7 @@ class Fleet:
         for slot, occupant in enumerate(self._by_slot):
             if occupant is None and (self.index.count(slot) or any(self._table.row(slot))):
                 raise FleetCheckError(f"slot {slot} is free but not empty")
-        for model, group in self._groups.items():
+        for model, group in self.groups.by_model.items():
             usable = [m.slot for m in self._of(model) if m.usable]
             if sorted(usable) != group.slots.tolist() or sum(1 << s for s in usable) != group.mask:
                 raise FleetCheckError(f"{model}: usable slots {usable}, kept {group.slots}")
@@ -359,7 +359,7 @@ class Fleet:
         self._by_slot.append(None)
         if len(self._by_slot) > self._table.size:
             self._table.grow()
-            for model in self._groups:
+            for model in list(self.groups.by_model):
                 self._regroup(model)
         return len(self._by_slot) - 1
 
@@ -401,9 +401,6 @@ class Fleet:
 
     def _regroup(self, model: str) -> None:
         members = self._of(model)
+        self.groups.put(model, members)
         if not members:
-            self._groups.pop(model, None)
             self._traffic.pop(model, None)
-            return
-        former = self._groups[model].reference if model in self._groups else None
-        self._groups[model] = group_of(members, former, self._table)

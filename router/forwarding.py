@@ -23,7 +23,7 @@ from cluster.protocol import (
     RequestError,
 )
 from cluster.settings import GatewaySettings
-from router.admission import Admission
+from router.admission import SERVICE_UNAVAILABLE, Admission, no_ready_worker
 from router.dispatch import Dispatcher, Placement
 from router.http_messages import Request, Response
 from router.metrics import Metrics
@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 
 EVENT_END = b"\n\n"
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-SERVICE_UNAVAILABLE = "service_unavailable"
 
 
 class _TryElsewhere(Exception):
@@ -104,12 +103,7 @@ class Forwarder:
         """
         body = msgspec.msgpack.encode(generate)
         tried: list[str] = []
-        failure = RequestError(
-            f"no worker of the model `{generate.model}` is ready: try again in a moment",
-            status=503,
-            type=SERVICE_UNAVAILABLE,
-            code="no_ready_worker",
-        )
+        failure = no_ready_worker(f"no worker of the model `{generate.model}` is ready")
         while len(tried) < self._settings.attempts:
             placement = await self._admission.place(
                 generate.model, prompt, generate.request_id, excluded=tried

@@ -18,7 +18,7 @@ from prometheus_client import Gauge
 from cluster.protocol import GenerateRequest, ModelInfo, RequestError, WorkerCard, pool_token
 from cluster.settings import Settings
 from router.admin import Admin
-from router.admission import Admission
+from router.admission import Admission, no_ready_worker
 from router.dispatch import Dispatcher
 from router.edge import (
     Edge,
@@ -29,7 +29,7 @@ from router.edge import (
     too_many_connections,
 )
 from router.fleet import Fleet
-from router.forwarding import SERVICE_UNAVAILABLE, Forwarder
+from router.forwarding import Forwarder
 from router.http_messages import Request, Response
 from router.http_server import HttpServer
 from router.member import ModelGroup
@@ -122,7 +122,7 @@ class Gateway:
         registry, index = self.metrics.registry, self.fleet.index
         Gauge(
             "stemroute_queued_requests",
-            "Requests that wait at the gateway for a worker with room",
+            "Requests that wait at the gateway for a worker that is ready and has room",
             registry=registry,
         ).set_function(lambda: self.admission.waiting)
         Gauge(
@@ -241,8 +241,19 @@ class Gateway:
         self, request: Request, parse: Callable[[bytes], ApiRequest]
     ) -> Response | None:
         arrived = time.perf_counter()
-        asked = parse(request.body)
-        prompt, context_tokens = await self._prompt(asked)
+        asked, request_id = parse(request.body), secrets.token_hex(16)
+        try:
+            prompt, context_tokens = await self._prompt(asked, request_id)
+            generate = self._to_worker(asked, request_id, prompt, context_tokens)
+            return await self._forwarder.forward(request, generate, prompt, arrived)
+        finally:
+            self.admission.leave(request_id)
+            self.dispatcher.shadows.ended(request_id)
+
+    def _to_worker(
+        self, asked: ApiRequest, request_id: str, prompt: Prompt, context_tokens: int
+    ) -> GenerateRequest:
+        """What a worker is sent. Raises RequestError (400) where the context is too short."""
         room = context_tokens - prompt.tokens
         if room < 1:
             raise RequestError(
@@ -252,8 +263,8 @@ class Gateway:
                 code="context_length_exceeded",
             )
         wanted = asked.max_tokens or self.settings.gateway.default_max_tokens
-        generate = GenerateRequest(
-            request_id=secrets.token_hex(16),
+        return GenerateRequest(
+            request_id=request_id,
             model=asked.model,
             kind=asked.kind,
             token_ids=prompt.token_ids,
@@ -265,10 +276,6 @@ class Gateway:
             request_type=asked.request_type,
             turn=asked.turn,
         )
-        try:
-            return await self._forwarder.forward(request, generate, prompt, arrived)
-        finally:
-            self.dispatcher.shadows.ended(generate.request_id)
 
     async def _explain(self, request: Request) -> Response:
         """Decide as for a chat or completion with this body, without sending it."""
@@ -276,9 +283,14 @@ class Gateway:
         prompt, _ = await self._prompt(asked)
         return json_response(self.dispatcher.explain(asked.model, asked.kind, prompt))
 
-    async def _prompt(self, asked: ApiRequest) -> tuple[Prompt, int]:
-        """The prompt as the model's workers know it, and their context in tokens."""
+    async def _prompt(self, asked: ApiRequest, request_id: str = "") -> tuple[Prompt, int]:
+        """The prompt as the model's workers know it, and their context in tokens.
+
+        With a `request_id` it waits for a worker that is ready, where there is a queue.
+        """
         while True:
+            if request_id:
+                await self.admission.ready(asked.model, request_id)
             group = self._group(asked.model)
             namespace = self.fleet.at(int(group.slots[0])).card.namespace
             encoder = self._tokenization.known_encoder(namespace)
@@ -286,8 +298,9 @@ class Gateway:
                 cards = [self.fleet.at(int(slot)).card for slot in group.slots]
                 encoder = await self._tokenization.encoder(cards)
             prompt = await self._tokenization.prompt(asked, encoder, namespace)
-            now = self._group(asked.model)
-            if now.reference is not None and now.reference.namespace == prompt.namespace:
+            now = self.fleet.group(asked.model)
+            reference = None if now is None else now.reference
+            if now is not None and reference is not None and reference.namespace == namespace:
                 return prompt, now.context_tokens
 
     def _group(self, model: str) -> ModelGroup:
@@ -303,13 +316,7 @@ class Gateway:
                 code="model_not_found",
             )
         if group is None or not len(group.slots):
-            raise RequestError(
-                f"no worker of the model `{model}` is ready: try again in a moment; /ready "
-                "says what is missing",
-                status=503,
-                type=SERVICE_UNAVAILABLE,
-                code="no_ready_worker",
-            )
+            raise no_ready_worker(f"no worker of the model `{model}` is ready")
         return group
 
     async def _models(self, request: Request) -> Response:

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from cluster.protocol import WorkerCard
 from router.columns import LoadTable, run_of
 from router.member import Member, ModelGroup, context_tokens, difference
+
+
+class Groups:
+    """Groups by model, and when the last worker of those that have none left.
+
+    clock   seconds, monotonic
+    """
+
+    def __init__(self, table: LoadTable, clock: Callable[[], float]) -> None:
+        self.by_model: dict[str, ModelGroup] = {}
+        self._left_at: dict[str, float] = {}
+        self._table = table
+        self._clock = clock
+
+    def put(self, model: str, members: Sequence[Member]) -> None:
+        """These are all workers of `model` now."""
+        former = self.by_model.pop(model, None)
+        if not members:
+            self._left_at[model] = self._clock()
+            return
+        self._left_at.pop(model, None)
+        reference = None if former is None else former.reference
+        self.by_model[model] = group_of(members, reference, self._table)
+
+    def absent_s(self, model: str) -> float | None:
+        """Seconds since the last worker of `model` left; None where it has some, or never had."""
+        left_at = self._left_at.get(model)
+        return None if left_at is None else self._clock() - left_at
 
 
 def group_of(members: Sequence[Member], former: WorkerCard | None, table: LoadTable) -> ModelGroup:

@@ -43,6 +43,10 @@ class BusStatus(Protocol):
     @property
     def gaps(self) -> int: ...
     @property
+    def disagreements(self) -> int: ...
+    @property
+    def disagreeing(self) -> dict[str, int]: ...
+    @property
     def repairs(self) -> int: ...
     @property
     def unreadable(self) -> int: ...
@@ -310,7 +314,9 @@ class _Live(Collector):
             "stemroute_bus_connected", "1 while Redis can be read", value=int(status.connected)
         )
         yield GaugeMetricFamily(
-            "stemroute_bus_stale", "1 while the index may be out of date", value=int(status.stale)
+            "stemroute_bus_stale",
+            "1 while the index may be out of date, or a worker disagrees with it",
+            value=int(status.stale or bool(status.disagreeing)),
         )
         if self._fleet.last_report_at is not None:
             yield GaugeMetricFamily(
@@ -328,7 +334,17 @@ class _Live(Collector):
         yield ages
         yield CounterMetricFamily("stemroute_bus_reports", "Reports applied", value=status.reports)
         yield CounterMetricFamily(
-            "stemroute_bus_gaps", "Holes found in workers' reports", value=status.gaps
+            "stemroute_bus_gaps", "Holes found in the sequences of reports", value=status.gaps
+        )
+        yield CounterMetricFamily(
+            "stemroute_index_disagreements",
+            "Reports of another number of cached blocks than the index holds after them",
+            value=status.disagreements,
+        )
+        yield GaugeMetricFamily(
+            "stemroute_disagreeing_workers",
+            "Workers whose reports disagree with the index however often their set is read",
+            value=len(status.disagreeing),
         )
         yield CounterMetricFamily(
             "stemroute_bus_repairs", "Whole block sets read to mend", value=status.repairs

@@ -1,11 +1,20 @@
-"""Whether a gateway can serve requests by prefix, and in words why not."""
+"""Whether a gateway can serve requests, whether by prefix, and in words why not.
+
+An index that follows nothing makes a gateway unready: another may be well. That a worker does not
+publish what it caches every gateway sees alike, and requests are still answered, so the gateway
+stays ready; but its index is called stale, with the worker's name.
+"""
 
 from __future__ import annotations
 
 import msgspec
 
 from router.fleet import Fleet
+from router.member import Member
 from router.metrics import BusStatus
+
+NAMED = 3
+"""Workers named in one reason; the others are counted."""
 
 
 class IndexView(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +35,36 @@ class ReadyView(msgspec.Struct, frozen=True, kw_only=True):
     refused: dict[str, str]
 
 
+def disagreeing(fleet: Fleet, status: BusStatus) -> dict[str, str]:
+    """Workers whose reports do not agree with the index however often it is read -> why."""
+    members = {member.card.worker: member for member in fleet.members()}
+    return {
+        worker: _disagreement(fleet, members[worker], reads)
+        for worker, reads in status.disagreeing.items()
+        if worker in members
+    }
+
+
+def _disagreement(fleet: Fleet, member: Member, reads: int) -> str:
+    cached = member.load.cached_blocks
+    known = fleet.index.count(member.slot) + fleet.index.dropped(member.slot)
+    what = f"it says that it caches {cached} blocks, but has published {known}"
+    if cached == known:
+        what = "it says that its cold tiers hold other numbers of blocks than it has published"
+    return f"{what}; its whole set was read {reads} times: hits expected there are not those it has"
+
+
+def index_view(fleet: Fleet, status: BusStatus) -> IndexView:
+    """Judge the index by how following goes and by what the workers say."""
+    if status.stale:
+        return IndexView(stale=True, reason=status.reason)
+    apart = [f"{worker}: {why}" for worker, why in disagreeing(fleet, status).items()]
+    if not apart:
+        return IndexView(stale=False, reason=fleet.index.problem)
+    more = [f"and {len(apart) - NAMED} more workers"] if len(apart) > NAMED else []
+    return IndexView(stale=True, reason="; ".join(apart[:NAMED] + more))
+
+
 def readiness(pool: str, fleet: Fleet, status: BusStatus, following: bool) -> ReadyView:
     """Judge by the fleet and by how following the bus goes; `following`: it has not ended."""
     members = fleet.members()
@@ -43,16 +82,17 @@ def readiness(pool: str, fleet: Fleet, status: BusStatus, following: bool) -> Re
         reasons.append(f"none of the {len(members)} workers can serve: {states}")
     if not usable:
         reasons += [f"worker {name} is refused: {why}" for name, why in refused.items()]
-    stale, why = status.stale, status.reason
+    index, follows = index_view(fleet, status), not status.stale
     if not following:
-        stale, why = True, "the bus follower has ended; the log says why"
-    if stale:
-        reasons.append(f"the index is stale: {why}")
+        ended = "the bus follower has ended; the log says why"
+        index, follows = IndexView(stale=True, reason=ended), False
+    if not follows:
+        reasons.append(f"the index is stale: {index.reason}")
     return ReadyView(
         ready=not reasons,
         reasons=reasons,
         models=list(fleet.models()),
         workers_ready=usable,
-        index=IndexView(stale=stale, reason=why or fleet.index.problem),
+        index=index,
         refused=refused,
     )

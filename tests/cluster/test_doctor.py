@@ -169,6 +169,20 @@ async def test_a_worker_that_never_reuses_anything_breaks_the_probe(fakes):
         assert "do not reach the gateway" in links["probe"].mend
 
 
+async def test_a_worker_that_does_not_publish_what_it_caches_is_named(fakes):
+    settings, workers = fakes
+    async with gateway_of(settings, 2) as gateway:
+        heard = Heard(gateway)
+        workers[1].held = 50
+        workers[1].publisher.update(load=workers[1].load())
+        await heard.until(lambda: gateway._follower.status.disagreeing)
+        links = by_name(await look(settings, gateway.url))
+        assert links["index"].state == "broken"
+        assert "w1: it says that it caches 50 blocks, but has published 0" in links["index"].found
+        assert links["index"].mend.startswith("restart w1 ")
+        assert not healthy(links.values())
+
+
 async def test_without_redis_only_the_gateway_is_looked_at(fakes):
     settings, _ = fakes
     async with gateway_of(settings, 2) as gateway:

@@ -8,12 +8,14 @@ mixed up. `tests/cluster/test_bus.py` tests the same over a real Valkey.
 from __future__ import annotations
 
 import hashlib
+import math
 
 import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from cluster.agreement import LONGEST_PAUSE_S
 from cluster.blocks import Namespace, join_hashes, split_hashes
 from cluster.following import Following, Held, Need, card_problem
 from cluster.protocol import PROTOCOL_VERSION, Load, Report, WorkerCard
@@ -79,6 +81,7 @@ class ModelWorker:
         self.published: set[bytes] = set()
         self.received: list[str] = []
         self.running = 0
+        self.unpublished = 0  # blocks that it says it caches, but never tells of
 
     @property
     def usable(self) -> bool:
@@ -103,7 +106,7 @@ class ModelWorker:
         return msgspec.json.encode(card)
 
     def load(self) -> Load:
-        return Load(running=self.running, cached_blocks=len(self.cached))
+        return Load(running=self.running, cached_blocks=len(self.cached) + self.unpublished)
 
     def publish(self, redis: dict[str, Place]) -> bytes | None:
         """One PUBLISH: returns the stream's entry; None where a later epoch lives here."""
@@ -196,6 +199,17 @@ class Faults(RuleBasedStateMachine):
             worker.cached = (worker.cached - {min(worker.cached)}) | {new}
             self._publish(worker)
 
+    @precondition(lambda self: self.workers)
+    @rule(who=st.integers(0, len(NAMES) - 1), unpublished=st.integers(0, 2))
+    def miscount(self, who: int, unpublished: int) -> None:
+        """It says that it caches more than it publishes, or ceases to."""
+        self._live(who).unpublished = unpublished
+
+    @rule(name=st.sampled_from(NAMES), missing=st.sampled_from(BLOCKS))
+    def drift(self, name: str, missing: bytes) -> None:
+        """The sink forgets a block for no reason."""
+        self.sink.sets.get(name, set()).discard(missing)
+
     @rule(
         name=st.sampled_from(NAMES),
         what=st.sampled_from(["start", "start", "newer", "secret", "leave", "die"]),
@@ -266,14 +280,18 @@ class Faults(RuleBasedStateMachine):
         """Quiet: what is on its way arrives, then every worker's heartbeats."""
         while self.stream:
             self._take(self.stream.pop(0), False)
-        for _ in range(12):
-            self.now += HEARTBEAT_S
+        for worker in self.workers.values():
+            worker.unpublished = 0
+        rare = LEASE_S - HEARTBEAT_S  # until the longest pause is over, in fewer steps
+        for step_s in [HEARTBEAT_S] * 12 + [rare] * math.ceil(LONGEST_PAUSE_S / rare):
+            self.now += step_s
             for worker in self.workers.values():
                 self._publish(worker)
             while self.stream:
                 self._take(self.stream.pop(0), False)
             self._look_after_silent()
         usable = {name: worker for name, worker in self.workers.items() if worker.usable}
+        assert self.following.disagreeing == {}
         assert self.sink.sets == {name: worker.cached for name, worker in usable.items()}
         assert self.sink.loads == {name: worker.load() for name, worker in usable.items()}
         assert self.sink.epochs == {name: worker.epoch for name, worker in usable.items()}
@@ -339,6 +357,7 @@ class Alone:
         self.following = Following(
             self.sink, secret=SECRET, lease_s=LEASE_S, heartbeat_s=HEARTBEAT_S
         )
+        self.now = 0.0
 
     def publish(self, *blocks: bytes, received: tuple[str, ...] = (), running: int = 0) -> bytes:
         self.worker.cached |= set(blocks)
@@ -349,11 +368,11 @@ class Alone:
         return entry
 
     def take(self, entry: bytes) -> Need | None:
-        need = self.following.take(entry, 0.0)
+        need = self.following.take(entry, self.now)
         if need is not None:
             place = self.redis[need.worker]
             held = Held(place.epoch, place.sequence, place.card, list(place.blocks))
-            self.following.settle(need, held, 0.0)
+            self.following.settle(need, held, self.now)
         return need
 
 

@@ -7,8 +7,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.cli import app
+from cluster.protocol import Load
 from cluster.status import cache_table
-from tests.router.support import Rig
+from tests.router.support import Rig, report
 from tests.router.test_worker_admin import VIEW, changing, telling
 
 
@@ -55,3 +56,14 @@ async def test_the_commands_ask_a_gateway():
         refused = await run("reload", "--model", "/m/other")
         assert refused.exit_code == 1
         assert "another architecture" in refused.output
+
+
+async def test_a_worker_that_disagrees_is_shown_and_the_command_fails():
+    async with Rig() as rig:
+        rig.fleet.on_report(report("w0", load=Load(cached_blocks=50)))
+        rig.follower.status.disagreeing = {"w0": 3}
+        command = ["status", "--url", rig.gateway.url]
+        status = await asyncio.to_thread(CliRunner().invoke, app, command)
+        words = " ".join(status.output.split())
+        assert "w0: it says that it caches 50 blocks, but has published 0" in words
+        assert status.exit_code == 2

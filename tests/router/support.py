@@ -110,6 +110,8 @@ class FakeStatus(msgspec.Struct):
     reason: str = ""
     reports: int = 7
     gaps: int = 1
+    disagreements: int = 0
+    disagreeing: dict[str, int] = {}
     repairs: int = 1
     unreadable: int = 0
     refused: dict[str, str] = {}

@@ -99,9 +99,11 @@ async def test_the_fleet_is_shown_as_this_gateway_sees_it():
             "reason": "",
             "reports": 7,
             "gaps": 1,
+            "disagreements": 0,
             "repairs": 1,
         }
         assert set(body["refused"]) == {"b", "c"}
+        assert body["disagreeing"] == {}
         assert body["workers"][1] == {
             "worker": "w0",
             "epoch": 1,

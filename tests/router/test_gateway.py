@@ -227,6 +227,37 @@ async def test_a_stale_index_is_not_ready_and_says_why():
         assert (await rig.complete())[0] == 200  # requests go on with what is known
 
 
+async def test_a_worker_that_disagrees_is_named_while_requests_go_on():
+    async with Rig(workers=2) as rig:
+        rig.fleet.on_report(report("w1", load=Load(cached_blocks=50), stored=[b"x" * 16]))
+        rig.follower.status.disagreeing = {"w1": 3, "gone": 4}
+        status, _, body = await rig.get("/ready")
+        assert (status, body["ready"], body["reasons"]) == (200, True, [])
+        assert body["index"]["stale"]
+        assert body["index"]["reason"].startswith(
+            "w1: it says that it caches 50 blocks, but has published 1; its whole set was read 3 "
+        )
+        fleet = (await rig.get("/admin/fleet"))[2]
+        assert fleet["bus"]["stale"]
+        assert fleet["bus"]["reason"] == body["index"]["reason"]
+        assert fleet["disagreeing"] == {"w1": body["index"]["reason"].removeprefix("w1: ")}
+        assert (await rig.complete())[0] == 200
+        rig.follower.status.disagreeing = {"w0": 3}
+        reason = (await rig.get("/ready"))[2]["index"]["reason"]
+        assert reason.startswith("w0: it says that its cold tiers hold other numbers of blocks")
+        rig.follower.status.disagreeing = {}
+        assert (await rig.get("/ready"))[2]["index"] == {"stale": False, "reason": ""}
+
+
+async def test_of_many_workers_that_disagree_some_are_named():
+    async with Rig(workers=6) as rig:
+        rig.follower.status.disagreeing = {f"w{number}": 3 for number in range(6)}
+        reason = (await rig.get("/ready"))[2]["index"]["reason"]
+        assert "w2: it says" in reason
+        assert "w3" not in reason
+        assert reason.endswith("; and 3 more workers")
+
+
 async def test_a_follower_that_ended_is_not_ready():
     class Broken(FakeFollower):
         async def run(self):
@@ -259,6 +290,7 @@ async def test_metrics_tell_of_fleet_bus_and_requests():
         await rig.post("/v1/completions", b"{")
         await rig.get("/v1/nothing")
         rig.follower.status.unreadable = 3
+        rig.follower.status.disagreements, rig.follower.status.disagreeing = 9, {"w0": 4}
         rig.follower.status.report_ages_s = {"w0": 0.5}
         rig.fleet.on_card(card("b", state="draining"))
         rig.fleet.on_report(
@@ -283,10 +315,12 @@ async def test_metrics_tell_of_fleet_bus_and_requests():
             'stemroute_worker_batch{worker="w0"} 3.0',
             'stemroute_worker_indexed_blocks{worker="w0"} 1.0',
             "stemroute_bus_connected 1.0",
-            "stemroute_bus_stale 0.0",
+            "stemroute_bus_stale 1.0",
             "stemroute_bus_reports_total 7.0",
             "stemroute_bus_gaps_total 1.0",
             "stemroute_bus_repairs_total 1.0",
+            "stemroute_index_disagreements_total 9.0",
+            "stemroute_disagreeing_workers 1.0",
             "stemroute_bus_unreadable_total 3.0",
             'stemroute_worker_report_age_seconds{worker="w0"} 0.5',
             "stemroute_requests_in_flight 0.0",

@@ -101,3 +101,35 @@ async def test_prefixes_flushes_and_deaths_arrive_over_the_bus(redis_url, pool):
             for worker in workers:
                 await worker.die()
             await gateway.stop()
+
+
+async def test_a_worker_that_publishes_none_of_what_it_caches_is_not_followed_in_silence(
+    redis_url, pool
+):
+    settings = Settings(pool=pool, redis_url=redis_url, bus=QUICK, gateway=GatewaySettings(port=0))
+    gateway = Gateway(settings, drain_s=0.2)
+    heard = Heard(gateway)
+    await gateway.start()
+    async with FakeWorker("w0") as worker, aiohttp.ClientSession(gateway.url) as http:
+        published = Published(worker, redis_url, pool)
+        published.held = 50
+        published.publisher.update(load=published.load())
+        try:
+
+            async def index():
+                async with http.get("/ready") as answer:
+                    return (await answer.json())["index"]
+
+            await heard.until(lambda: gateway._follower.status.disagreeing)
+            view = await index()
+            assert view["stale"]
+            assert "w0: it says that it caches 50 blocks, but has published 0" in view["reason"]
+            assert gateway._follower.status.gaps == 0
+
+            published.held = 0
+            published.hold(chain_of_text(TEXT))
+            await heard.until(lambda: len(gateway.fleet.index) == 5)
+            assert await index() == {"stale": False, "reason": ""}
+        finally:
+            await published.die()
+            await gateway.stop()

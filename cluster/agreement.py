@@ -1,0 +1,66 @@
+"""Whether a worker's reports agree with what is known of it, and when to read its set again.
+
+Every report says how many blocks the worker caches. Where the index holds another number, its
+whole set is read: that mends whatever was lost here. It does not help where the worker does not
+publish what it caches; then the worker is said to disagree, and its set is read more rarely:
+
+    reads that did not help    1   2   3    4    5    6    7     8 and more
+    pause before the next, s   0   0   1    2    4    8    16    30
+    said to disagree                   yes …
+"""
+
+from __future__ import annotations
+
+UNHELPED_READS = 3
+"""Reads in a row after which a worker is said to disagree. One read mends what a router lost. A
+second and third are needed at most where Redis itself is being filled again meanwhile."""
+
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 30.0
+"""A set that did drift besides is mended after so long at the latest."""
+
+
+class Agreement:
+    """Of one worker's reports with what a follower knows of it.
+
+    unhelped   whole sets read in a row after which a report still disagreed
+    """
+
+    __slots__ = ("_due_at", "_was_read", "unhelped")
+
+    def __init__(self) -> None:
+        self.unhelped = 0
+        self._was_read = False
+        self._due_at = 0.0
+
+    @property
+    def broken(self) -> bool:
+        """Whether reading does not help."""
+        return self.unhelped >= UNHELPED_READS
+
+    def read(self) -> None:
+        """The worker's whole set was read."""
+        self._was_read = True
+
+    def judge(self, agrees: bool, now: float) -> None:
+        """A report was compared with what was known right after it. `now`: seconds."""
+        if agrees:
+            self.unhelped, self._due_at = 0, now
+        elif self._was_read:
+            self.unhelped += 1
+            self._due_at = now + _pause_s(self.unhelped)
+        self._was_read = False
+
+    def wants_read(self, now: float) -> bool:
+        """Whether to read the set of a worker that has just disagreed; True counts as read."""
+        if now < self._due_at:
+            return False
+        self._was_read = True
+        return True
+
+
+def _pause_s(unhelped: int) -> float:
+    beyond = unhelped - UNHELPED_READS
+    if beyond < 0:
+        return 0.0
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(beyond, 30))
