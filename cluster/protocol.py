@@ -23,6 +23,8 @@ HEADER_PROMPT_TOKENS = "x-stemroute-prompt-tokens"
 HEADER_HIT_TOKENS = "x-stemroute-hit-tokens"
 """Prompt tokens that the worker really reused."""
 HEADER_PREDICTED_HIT_TOKENS = "x-stemroute-predicted-hit-tokens"
+HEADER_EXPLAIN = "x-stemroute-explain"
+"""Of a request: "1" has the gateway keep its decision for `/admin/decisions/{request id}`."""
 
 
 def pool_token(secret: str) -> str:

@@ -1,4 +1,4 @@
-"""`/admin`: see the fleet, change the policy, flush all caches."""
+"""`/admin`: see the fleet and decisions, change the policy, flush all caches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import aiohttp
 import msgspec
 
-from cluster.protocol import RequestError, WorkerState
+from cluster.protocol import HEADER_EXPLAIN, HEADER_REQUEST_ID, RequestError, WorkerState
 from router.dispatch import Dispatcher
 from router.edge import Route, json_response
 from router.fleet import Fleet
@@ -16,6 +16,7 @@ from router.http_messages import Request, Response
 from router.metrics import BusStatus
 from router.policies import PolicyError, available, parse_policy
 from router.readiness import disagreeing, index_view
+from router.recent_decisions import MOST_DECISIONS
 from router.shadow import ShadowView
 
 FLUSH_TIMEOUT_S = 10.0
@@ -137,6 +138,7 @@ class Admin:
             Route("POST", "/admin/flush", self.flush),
             Route("GET", "/admin/fleet", self.get_fleet),
             Route("GET", "/admin/shadow", self.get_shadow),
+            Route("GET", "/admin/decisions/{request_id}", self.get_decision),
         ]
 
     async def get_policy(self, request: Request) -> Response:
@@ -190,6 +192,18 @@ class Admin:
 
     async def get_shadow(self, request: Request) -> Response:
         return json_response(ShadowAnswer(arms=self._dispatcher.shadows.views()))
+
+    async def get_decision(self, request: Request) -> Response:
+        kept = self._dispatcher.recent.find(request.argument)
+        if kept is None:
+            raise RequestError(
+                f"no decision on {request.argument!r} is kept: send requests to this gateway with "
+                f"`{HEADER_EXPLAIN}: 1` and ask for the `{HEADER_REQUEST_ID}` of the answer; the "
+                f"latest {MOST_DECISIONS:,} are there",
+                status=404,
+                code="decision_not_kept",
+            )
+        return json_response(msgspec.Raw(kept))
 
     def view(self) -> FleetView:
         """The fleet now."""

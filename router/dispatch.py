@@ -12,6 +12,7 @@ from router.fleet import Fleet
 from router.member import Booking
 from router.metrics import Metrics
 from router.policies import Candidates, Decision, Policy, only_with_room
+from router.recent_decisions import RecentDecisions
 from router.shadow import Shadows
 from router.tokenization import Prompt
 
@@ -50,6 +51,7 @@ class Dispatcher:
         self.fleet = fleet
         self.policy = policy
         self.shadows = shadows or Shadows([])
+        self.recent = RecentDecisions()
         self.holds_back = False
         self._metrics = metrics
         self._rng = rng or random.Random()
@@ -79,6 +81,10 @@ class Dispatcher:
         if candidates is None:
             raise NoRoom
         decision = policy.choose(candidates, self._rng)
+        if request_id in self.recent.wanted:  # before the booking changes what is to be shown
+            self.recent.keep(
+                fleet, group, request_id, prompt, policy.name, candidates, decision, excluded
+            )
         slot = candidates.slots.item(decision.chosen)
         hit_tokens = candidates.hit_tokens.item(decision.chosen)
         booking = fleet.book(slot, request_id, chain, tokens, hit_tokens)

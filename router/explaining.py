@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import msgspec
@@ -55,7 +55,8 @@ class ExplainedWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of `POST /admin/explain`. Nothing was sent, booked or remembered.
+    """Answer of `POST /admin/explain`, for which nothing was sent, booked or remembered, and of
+    `GET /admin/decisions/{request id}`, of a decision that was taken.
 
     blocks          full blocks of the prompt
     chosen          worker that this decision takes, "" where none may serve; near-ties fall
@@ -65,6 +66,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     margin          cost of `second` minus cost of `chosen`; below 0 where the policy looks at
                     more than cost; `margin_share` is that over the cost of `chosen`
     workers         candidates by cost, then those left out by name
+    others          workers beyond these, which are left out of a large table
     """
 
     model: str
@@ -80,6 +82,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     margin: float | None
     margin_share: float | None
     workers: list[ExplainedWorker]
+    others: int = 0
 
 
 def reason_of(candidates: Candidates, decision: Decision) -> Reason:
@@ -110,18 +113,52 @@ def explain(
 
     `holds_back`: whether requests wait at the gateway until a worker has room.
     """
-    members = fleet.members()
     everybody = fleet.candidates(model, chain, prompt_tokens)
     candidates = everybody and only_with_room(everybody, holds_back=holds_back)
+    decision = None
+    if candidates is not None:
+        # a copy: policies such as round_robin remember their decisions
+        trial = policy._replace(state=copy.deepcopy(policy.state))
+        decision = trial.choose(candidates, rng)
+    return explanation_of(
+        fleet,
+        fleet.members(),
+        candidates,
+        decision,
+        policy=policy.name,
+        model=model,
+        kind=kind,
+        chain=chain,
+        prompt_tokens=prompt_tokens,
+    )
+
+
+def explanation_of(
+    fleet: Fleet,
+    members: Sequence[Member],
+    candidates: Candidates | None,
+    decision: Decision | None,
+    *,
+    policy: str,
+    model: str,
+    kind: str,
+    chain: Sequence[bytes],
+    prompt_tokens: int,
+    tried: Collection[str] = (),
+    others: int = 0,
+) -> Explanation:
+    """The table of a decision of this moment that is not booked yet.
+
+    members     those to be shown: the candidates and more
+    candidates  what the policy saw, and what it decided; None where no worker may serve
+    tried       workers that the request was sent to before, in vain
+    """
     costs: dict[int, float] = {}
     hits: dict[int, int] = {}
     chosen = -1
     by_policy = "the policy left it out"
     reason: Reason | Literal[""] = ""
-    if candidates is not None:
-        # a copy: policies such as round_robin remember their decisions
-        trial = policy._replace(state=copy.deepcopy(policy.state))
-        decision = trial.choose(candidates, rng)
+    if candidates is not None and decision is not None:
         slots = candidates.slots.tolist()
         costs = dict(zip(slots, decision.costs.astype(np.float64).tolist(), strict=True))
         hits = dict(zip(slots, candidates.hit_tokens.tolist(), strict=True))
@@ -137,7 +174,7 @@ def explain(
         expected = hits.get(member.slot, hit)
         cost, left_out = costs.get(member.slot), ""
         if cost is None:
-            left_out = _why_left_out(member, model, prompt_tokens)
+            left_out = _why_left_out(member, model, prompt_tokens, tried)
         elif not math.isfinite(cost):
             cost, left_out = None, by_policy
         rows.append(
@@ -167,7 +204,7 @@ def explain(
     return Explanation(
         model=model,
         kind=kind,
-        policy=policy.name,
+        policy=policy,
         prompt_tokens=prompt_tokens,
         blocks=len(chain),
         block_size=block_size,
@@ -178,6 +215,7 @@ def explain(
         margin=margin,
         margin_share=share,
         workers=rows,
+        others=others,
     )
 
 
@@ -216,9 +254,13 @@ def _held(
     )
 
 
-def _why_left_out(member: Member, model: str, prompt_tokens: int) -> str:
+def _why_left_out(
+    member: Member, model: str, prompt_tokens: int, tried: Collection[str] = ()
+) -> str:
     """Why a worker that is no candidate is none, in words."""
     card = member.card
+    if card.worker in tried:
+        return "it failed at this request before"
     if card.model != model:
         return f"it serves {card.model}"
     if member.refused:

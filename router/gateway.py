@@ -15,7 +15,14 @@ import aiohttp
 import msgspec
 from prometheus_client import Gauge
 
-from cluster.protocol import GenerateRequest, ModelInfo, RequestError, WorkerCard, pool_token
+from cluster.protocol import (
+    HEADER_EXPLAIN,
+    GenerateRequest,
+    ModelInfo,
+    RequestError,
+    WorkerCard,
+    pool_token,
+)
 from cluster.settings import Settings
 from router.admin import Admin
 from router.admission import Admission, no_ready_worker
@@ -242,6 +249,8 @@ class Gateway:
     ) -> Response | None:
         arrived = time.perf_counter()
         asked, request_id = parse(request.body), secrets.token_hex(16)
+        if request.headers.get(HEADER_EXPLAIN) == "1":
+            self.dispatcher.recent.want(request_id, asked.kind)
         try:
             prompt, context_tokens = await self._prompt(asked, request_id)
             generate = self._to_worker(asked, request_id, prompt, context_tokens)
@@ -249,6 +258,7 @@ class Gateway:
         finally:
             self.admission.leave(request_id)
             self.dispatcher.shadows.ended(request_id)
+            self.dispatcher.recent.ended(request_id)
 
     def _to_worker(
         self, asked: ApiRequest, request_id: str, prompt: Prompt, context_tokens: int
