@@ -84,6 +84,7 @@ def loadgen_arguments(url: str, request_rate: float, out: Path) -> list[str]:
         "compare",
         *("--url", url),
         *("--policies", "round_robin,locality"),
+        *("--repeats", "1"),  # for its time: what it shows is told as one run's
         *("--groups", str(GROUPS)),
         *("--users", str(USERS)),
         *("--turns", str(TURNS)),

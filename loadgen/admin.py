@@ -10,12 +10,22 @@ from typing import Self, TypeVar
 import httpx
 import msgspec
 
+from loadgen.answer import error_message
+
 POLL_S = 0.1
 ADMIN_TIMEOUT_S = 60.0
 
 
 class AdminError(RuntimeError):
     """The gateway could not be controlled. Its text says what was asked and what to change."""
+
+
+class Refused(AdminError):
+    """The gateway answered that it will not do what was asked. `reason` is its own text."""
+
+    def __init__(self, text: str, reason: str) -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class PolicyView(msgspec.Struct, frozen=True):
@@ -92,13 +102,14 @@ class ExplainedWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """What `POST /admin/explain` answers: the decision that was about to be made."""
+    """The table of a decision; `others` are workers beyond those in it."""
 
     policy: str = ""
     prompt_tokens: int = 0
     chosen: str = ""
     because: str = ""
     workers: list[ExplainedWorker] = msgspec.field(default_factory=list)
+    others: int = 0
 
 
 class _Model(msgspec.Struct, frozen=True):
@@ -165,11 +176,10 @@ class Admin:
         """The gateway's picture of its workers."""
         return await self._ask("GET", "/admin/fleet", FleetView, headers=self._admin)
 
-    async def explain(self, body: bytes) -> Explanation:
-        """How the gateway would route a request with this body now; nothing is sent or booked."""
-        return await self._ask(
-            "POST", "/admin/explain", Explanation, headers=self._admin, content=body
-        )
+    async def decision(self, request_id: str) -> Explanation:
+        """How the gateway decided on one of the latest requests that asked it to remember that."""
+        path = f"/admin/decisions/{request_id}"
+        return await self._ask("GET", path, Explanation, headers=self._admin)
 
     async def wait_for(
         self, condition: Callable[[FleetView], bool], timeout_s: float
@@ -207,8 +217,9 @@ class Admin:
                 f"{self._url}{path} refused the key (HTTP {answer.status_code}): set {flag}"
             )
         if answer.status_code != 200:
-            raise AdminError(
-                f"{method} {self._url}{path} answered {answer.status_code}: {answer.text[:300]}"
+            raise Refused(
+                f"{method} {self._url}{path} answered {answer.status_code}: {answer.text[:300]}",
+                error_message(answer.content) or answer.text[:300],
             )
         try:
             return msgspec.json.decode(answer.content, type=kind)

@@ -15,14 +15,18 @@ import msgspec
 from loadgen.admin import Admin, AdminError
 from loadgen.client import Client
 from loadgen.measures import Slo
-from loadgen.observer import Observations, observe
+from loadgen.observer import Observations, ask_decisions, observe
+from loadgen.outcomes import Outcome
 from loadgen.plan import Load
 from loadgen.progress import Watcher
 from loadgen.requests import Request
+from loadgen.slowest import Slowest
 from loadgen.validity import ArmEvidence
 
 WARM_UP_POLICY = "round_robin"
 """Reaches every worker, whatever the arm's policy would do."""
+
+NOT_ASKED = "decisions were not asked for (--no-explain)"
 
 
 class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +42,7 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     quiet_timeout_s    the gateway may take so long to become quiet around an arm
     max_client_lag_ms  bound on the 99th percentile of sent − intended for a valid run
     sample_interval_s  time between two looks at the workers' load; 0 for none
-    explain_rate       decisions a second that are asked for with their reasons; 0 for none
+    explain            ask for the decisions on the slowest requests
     out                folder of the results; None writes none
     """
 
@@ -52,7 +56,7 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     quiet_timeout_s: float = 60.0
     max_client_lag_ms: float = 100.0
     sample_interval_s: float = 0.5
-    explain_rate: float = 4.0
+    explain: bool = True
     api_key: str = ""
     admin_key: str = ""
     out: Path | None = None
@@ -61,9 +65,10 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Raises OptionError for what makes no run."""
         if self.max_concurrency is not None and self.max_concurrency < 1:
             raise OptionError(f"max_concurrency must be at least 1, got {self.max_concurrency}")
-        for name in ("sample_interval_s", "explain_rate"):
-            if getattr(self, name) < 0:
-                raise OptionError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.sample_interval_s < 0:
+            raise OptionError(
+                f"sample_interval_s must not be negative, got {self.sample_interval_s}"
+            )
 
 
 class OptionError(ValueError):
@@ -112,16 +117,21 @@ async def replay_arm(
     if not before.workers:
         raise AdminError(f"{options.url} has no workers: wait until /ready answers 200")
     watcher.arm(label, len(requests))
-    seen = Observations()
+    seen = Observations() if options.explain else Observations(problem=NOT_ASKED)
+    slowest = Slowest()
+    asked = slowest if options.explain else None
+
+    def ended(outcome: Outcome) -> None:
+        slowest.add(outcome)
+        watcher.ended(outcome)
+
     begin = asyncio.get_running_loop().time()
-    observing = asyncio.create_task(
-        observe(admin, requests, begin, options.sample_interval_s, options.explain_rate, seen)
-    )
+    observing = asyncio.create_task(observe(admin, asked, begin, options.sample_interval_s, seen))
     try:
-        outcomes = await _client(options).replay(
+        outcomes = await _client(options, explain=options.explain).replay(
             requests,
             arm,
-            watcher.ended,
+            ended,
             repeat=repeat,
             begin=begin,
             max_concurrency=options.max_concurrency,
@@ -131,9 +141,11 @@ async def replay_arm(
         await asyncio.wait([observing])
     if not observing.cancelled():
         observing.result()
+    if asked is not None:
+        await ask_decisions(admin, asked, seen)
     after = await admin.wait_for(lambda fleet: fleet.quiet, quiet_s) or await admin.fleet()
     return ArmEvidence(policy, outcomes, before, after, flush, seen)
 
 
-def _client(options: ReplayOptions) -> Client:
-    return Client(options.url, options.api_key, options.timeout_s)
+def _client(options: ReplayOptions, *, explain: bool = False) -> Client:
+    return Client(options.url, options.api_key, options.timeout_s, explain=explain)

@@ -9,9 +9,11 @@ import aiohttp
 import msgspec
 
 from cluster.protocol import (
+    HEADER_EXPLAIN,
     HEADER_HIT_TOKENS,
     HEADER_POLICY,
     HEADER_PREDICTED_HIT_TOKENS,
+    HEADER_REQUEST_ID,
     HEADER_WORKER,
 )
 from loadgen.answer import Answer, error_message
@@ -29,14 +31,19 @@ class Client:
     url          base URL, such as "http://127.0.0.1:8000"
     api_key      bearer token, "" for none
     timeout_s    a request that has not ended by then counts as unfinished
+    explain      have the gateway keep its decisions (`loadgen.admin.Admin.decision`)
     """
 
-    def __init__(self, url: str, api_key: str = "", timeout_s: float = 300.0) -> None:
+    def __init__(
+        self, url: str, api_key: str = "", timeout_s: float = 300.0, *, explain: bool = False
+    ) -> None:
         self._url = url.rstrip("/")
         self._timeout_s = timeout_s
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        if explain:
+            self._headers[HEADER_EXPLAIN] = "1"
 
     async def replay(
         self,
@@ -141,6 +148,7 @@ def _blank(request: Request, arm: str, repeat: int) -> Outcome:
 
 def _read_headers(outcome: Outcome, response: aiohttp.ClientResponse) -> None:
     outcome.http_status = response.status
+    outcome.request_id = response.headers.get(HEADER_REQUEST_ID, "")
     outcome.worker = response.headers.get(HEADER_WORKER, "")
     outcome.policy = response.headers.get(HEADER_POLICY, "")
     outcome.predicted_hit_tokens = _integer(response.headers.get(HEADER_PREDICTED_HIT_TOKENS))

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from loadgen.admin import Admin
+from loadgen.admin import Admin, PolicyView, Refused
 from loadgen.arm import OptionError, ReplayOptions, replay_arm, warm_up
 from loadgen.conclusion import conclude
 from loadgen.plan import make_plan
@@ -24,7 +24,7 @@ class CompareOptions(ReplayOptions, frozen=True, kw_only=True):
     """A comparison: `policies` of which the first is the base, each replayed `repeats` times."""
 
     policies: tuple[str, ...] = ("round_robin", "locality")
-    repeats: int = 1
+    repeats: int = 3
 
 
 class RunOptions(ReplayOptions, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ async def compare_arms(options: CompareOptions, watcher: Watcher | None = None) 
     started = datetime.now(UTC)
     async with Admin(options.url, options.admin_key, options.api_key) as admin:
         original = await admin.policy()
-        check_policies(options.policies, original.available)
+        await check_policies(admin, options.policies, original)
         probe = GatewayProbe(options.url, admin, options.api_key)
         plan = await make_plan(options.load, probe, options.model, options.out)
         arms: dict[str, list[ArmEvidence]] = {policy: [] for policy in options.policies}
@@ -105,10 +105,22 @@ async def run_arm(options: RunOptions, watcher: Watcher | None = None) -> Summar
     return conclude("run", options, started, plan, {policy: [evidence]})
 
 
-def check_policies(asked: Sequence[str], available: Sequence[str]) -> None:
-    """Raises OptionError for a policy that the gateway does not know."""
-    unknown = [policy for policy in asked if policy.partition(":")[0] not in available]
+async def check_policies(admin: Admin, asked: Sequence[str], original: PolicyView) -> None:
+    """Have the gateway take each policy for a moment, then its own again: only the gateway knows
+    which names and parameters it takes. Raises OptionError for one that it refuses."""
+    unknown = [policy for policy in asked if policy.partition(":")[0] not in original.available]
     if unknown:
         raise OptionError(
-            f"the gateway knows no policy {', '.join(unknown)}; there are: {', '.join(available)}"
+            f"the gateway knows no policy {', '.join(unknown)}; there are: "
+            f"{', '.join(original.available)}"
         )
+    try:
+        for policy in asked:
+            try:
+                await admin.set_policy(policy)
+            except Refused as error:
+                raise OptionError(
+                    f"the gateway refuses the policy {policy}: {error.reason}"
+                ) from error
+    finally:
+        await asyncio.shield(admin.set_policy(original.policy))

@@ -64,7 +64,7 @@ def conclude(
             for name, replays in arms.items()
         },
         paired=paired,
-        verdicts=verdicts(paired, valid=not found),
+        verdicts=verdicts(paired, valid=not found, repeats=len(arms[base])),
         ideal=ideal(plan.requests, _prompt_tokens(outcomes)),
         valid=not found,
         reasons=found,

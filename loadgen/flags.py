@@ -194,10 +194,10 @@ class ReplayFlags(LoadFlags):
         float,
         _option(LIVE, "Time between looks at the workers' load; 0: none.", "--sample-interval-s"),
     ] = _REPLAY.sample_interval_s
-    explain_rate: Annotated[
-        float,
-        _option(LIVE, "Decisions a second that are explained; 0: none.", "--explain-rate"),
-    ] = _REPLAY.explain_rate
+    explain: Annotated[
+        bool,
+        _option(LIVE, "Ask for the decisions on the slowest requests.", "--explain/--no-explain"),
+    ] = _REPLAY.explain
     api_key: Annotated[str, _option(LIVE, "", "--api-key", envvar="STEMROUTE_GATEWAY_API_KEY")] = ""
     admin_key: Annotated[
         str, _option(LIVE, "", "--admin-key", envvar="STEMROUTE_GATEWAY_ADMIN_KEY")
@@ -226,7 +226,7 @@ class ReplayFlags(LoadFlags):
             "timeout_s": self.timeout_s,
             "max_client_lag_ms": self.max_client_lag_ms,
             "sample_interval_s": self.sample_interval_s,
-            "explain_rate": self.explain_rate,
+            "explain": self.explain,
             "api_key": self.api_key,
             "admin_key": self.admin_key,
             "out": out,

@@ -53,10 +53,11 @@ async def search_policies(
     """
     watcher = watcher or Silent()
     _check(options)
+    options = msgspec.structs.replace(options, explain=False)  # no request is shown by itself
     started = datetime.now(UTC)
     async with Admin(options.url, options.admin_key, options.api_key) as admin:
         original = await admin.policy()
-        check_policies(options.policies, original.available)
+        await check_policies(admin, options.policies, original)
         fleet = fleet_facts(await admin.fleet())
         probe = GatewayProbe(options.url, admin, options.api_key)
         base = await make_plan(options.load, probe, options.model, options.out)

@@ -1,4 +1,5 @@
-"""Looks at the gateway while requests are replayed: load of the workers, reasons for decisions.
+"""Looks at the gateway while requests are replayed: load of the workers, and the decisions on the
+slowest requests so far.
 
 It asks the gateway beside the requests, equally in every arm, and never holds a request up.
 """
@@ -6,19 +7,15 @@ It asks the gateway beside the requests, equally in every arm, and never holds a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 import msgspec
 
 from loadgen.admin import Admin, AdminError, Explanation, FleetView
-from loadgen.requests import Request
+from loadgen.slowest import Slowest
 
-EXPLAIN_AHEAD_S = 0.02
-"""A decision is asked for so long before its request is due, so that the request is not yet
-booked in what the answer shows."""
-
-
-EXPLAIN_BURST = 20
+ASK_EVERY_S = 0.5
+"""So often the gateway is asked for decisions. It keeps 4,096 of ended requests, so that one is
+missed only beyond some 8,000 requests a second."""
 
 
 class LoadSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,8 +32,8 @@ class LoadSample(msgspec.Struct, frozen=True, kw_only=True):
 class Observations(msgspec.Struct):
     """What was seen during one arm.
 
-    explanations   by request id
-    problem        why there are no more explanations, "" where nothing went wrong
+    explanations   decisions on the slowest requests, by the request's id in the file
+    problem        why one is missing, "" where nothing went wrong
     """
 
     samples: list[LoadSample] = msgspec.field(default_factory=list)
@@ -44,40 +41,23 @@ class Observations(msgspec.Struct):
     problem: str = ""
 
 
-def to_explain(requests: Sequence[Request], rate: float) -> list[Request]:
-    """`rate` of them a second on average, and up to `EXPLAIN_BURST` of those that come together.
-
-    The slowest requests are often those of a burst.
-    """
-    chosen: list[Request] = []
-    allowance, last_s = float(EXPLAIN_BURST), 0.0
-    for request in requests if rate > 0 else ():
-        passed_s = request.intended_at_s - last_s
-        allowance = min(EXPLAIN_BURST, allowance + rate * passed_s)
-        last_s = request.intended_at_s
-        if allowance >= 1:
-            allowance -= 1
-            chosen.append(request)
-    return chosen
-
-
 async def observe(
     admin: Admin,
-    requests: Sequence[Request],
+    slowest: Slowest | None,
     begin: float,
     interval_s: float,
-    explain_rate: float,
     seen: Observations,
 ) -> None:
-    """Sample the fleet every `interval_s` and explain up to `explain_rate` decisions a second.
+    """Sample the fleet every `interval_s`, and ask for the decisions on the `slowest` so far.
 
     Fills `seen` until cancelled. `begin` is the replay's begin on the loop's clock. An interval
-    or rate of 0 leaves that part out.
+    of 0 or None leaves that part out.
     """
     async with asyncio.TaskGroup() as tasks:
         if interval_s > 0:
             tasks.create_task(_sample(admin, begin, interval_s, seen))
-        tasks.create_task(_explain(admin, to_explain(requests, explain_rate), begin, seen))
+        if slowest is not None:
+            tasks.create_task(_ask_often(admin, slowest, seen))
 
 
 async def _sample(admin: Admin, begin: float, interval_s: float, seen: Observations) -> None:
@@ -110,15 +90,17 @@ def samples_of(fleet: FleetView, at_s: float) -> list[LoadSample]:
     ]
 
 
-async def _explain(
-    admin: Admin, requests: Sequence[Request], begin: float, seen: Observations
-) -> None:
-    loop = asyncio.get_running_loop()
-    for request in requests:
-        due = begin + request.intended_at_s - EXPLAIN_AHEAD_S
-        await asyncio.sleep(max(0.0, due - loop.time()))
-        try:
-            seen.explanations[request.id] = await admin.explain(bytes(request.body))
-        except AdminError as error:
-            seen.problem = str(error)
-            return
+async def _ask_often(admin: Admin, slowest: Slowest, seen: Observations) -> None:
+    while True:
+        await asyncio.sleep(ASK_EVERY_S)
+        await ask_decisions(admin, slowest, seen)
+
+
+async def ask_decisions(admin: Admin, slowest: Slowest, seen: Observations) -> None:
+    """Ask for the decisions on the slowest requests that are not known yet."""
+    for outcome in slowest:
+        if outcome.request_id and outcome.id not in seen.explanations:
+            try:
+                seen.explanations[outcome.id] = await admin.decision(outcome.request_id)
+            except AdminError as error:
+                seen.problem = str(error)

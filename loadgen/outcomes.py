@@ -20,7 +20,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     first_token_s   when the first text came; of an answer without text, when it ended
     end_s           when the stream ended or failed
     prompt_tokens, cached_tokens, completion_tokens   as `usage` says, None where it does not
-    worker, policy, predicted_hit_tokens, hit_tokens  as the response headers say
+    request_id, worker, policy, predicted_hit_tokens, hit_tokens   as the response headers say
     itl_ms          gap before each token after the first; the gap before a chunk is divided
                     among the chunk's tokens
     """
@@ -41,6 +41,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     completion_tokens: int | None = None
+    request_id: str = ""
     worker: str = ""
     policy: str = ""
     predicted_hit_tokens: int | None = None
@@ -85,6 +86,7 @@ class _Line(msgspec.Struct, kw_only=True):
     status: Status
     error: str
     http_status: int
+    request_id: str
     worker: str
     policy: str
     intended_s: float

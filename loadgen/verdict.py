@@ -1,7 +1,8 @@
 """What a comparison shows, in one sentence an arm.
 
 Faster or slower is said only where the 95 % interval of the ratio of medians lies on one side of
-1. Anything else is "no difference shown", which is not "no difference".
+1. Anything else is "no difference shown", which is not "no difference". One replay of each arm
+shows how these two replays differ, not that others would differ so: it is said in those words.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from collections.abc import Mapping
 from loadgen.paired import Difference, Paired
 
 
-def verdicts(paired: Mapping[str, Paired], *, valid: bool) -> list[str]:
+def verdicts(paired: Mapping[str, Paired], *, valid: bool, repeats: int) -> list[str]:
     """A sentence for each arm against the first; none of them where the run is invalid."""
     if not valid:
         return ["no verdict: the run is invalid"] if paired else []
-    return [verdict(name, found) for name, found in paired.items()]
+    return [verdict(name, found, repeats) for name, found in paired.items()]
 
 
-def verdict(arm: str, found: Paired) -> str:
-    """Such as "locality is faster than round_robin: TTFT p50 −41 % [−47, −35]"."""
+def verdict(arm: str, found: Paired, repeats: int) -> str:
+    """Such as "locality is faster than round_robin: TTFT p50 −41 % [−47, −35]"; of one replay
+    "in this one run locality was faster than round_robin: …"."""
+    once = "in this one run " if repeats == 1 else ""
     named = {
         "TTFT p50": found.ttft_p50_ms,
         "TPOT p50": found.tpot_p50_ms,
@@ -33,12 +36,13 @@ def verdict(arm: str, found: Paired) -> str:
         told[side(one)].append(f"{name} {change(one)}")
     better, worse, unclear = (", ".join(told[which]) for which in (-1, 1, 0))
     if better and worse:
-        head = f"{arm} against {found.against}: faster in {better}, slower in {worse}"
+        head = f"{once}{arm} against {found.against}: faster in {better}, slower in {worse}"
     elif better or worse:
         way = "faster" if better else "slower"
-        head = f"{arm} is {way} than {found.against}: {better or worse}"
+        was = "was" if once else "is"
+        head = f"{once}{arm} {was} {way} than {found.against}: {better or worse}"
     else:
-        return f"{arm} against {found.against}: no difference shown, {unclear}"
+        return f"{once}{arm} against {found.against}: no difference shown, {unclear}"
     return f"{head}; no difference shown in {unclear}" if unclear else head
 
 

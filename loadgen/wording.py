@@ -98,7 +98,8 @@ def load_lines(summary: Summary) -> list[str]:
         )
     if summary.paired and summary.repeats == 1:
         lines.append(
-            "one repeat: the intervals do not know how much replays differ; --repeats 3 tells"
+            "one run of each policy: it does not show how much runs differ, nor do the intervals; "
+            "--repeats 3 does"
         )
     return lines + summary.source.notes
 

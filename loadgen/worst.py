@@ -8,21 +8,20 @@ from typing import NamedTuple
 from loadgen.admin import Explanation
 from loadgen.observer import LoadSample, Observations
 from loadgen.outcomes import Outcome
-
-WORST = 5
-"""Of each arm."""
+from loadgen.slowest import WORST, slowness
 
 
 class Worst(NamedTuple):
     """A slow request.
 
-    explanation   what the gateway was about to decide when the request was due, None where it
-                  was not asked then
+    explanation   the decision that sent it where it went, None where it is not known
+    unknown       why it is not
     load          the workers at the last look before the request was due
     """
 
     outcome: Outcome
     explanation: Explanation | None
+    unknown: str
     load: list[LoadSample]
 
 
@@ -35,9 +34,9 @@ def worst_requests(
     """
     found = {}
     for arm, repeats in seen.items():
-        mine = sorted((outcome for outcome in outcomes if outcome.arm == arm), key=_slowness)
+        mine = sorted((outcome for outcome in outcomes if outcome.arm == arm), key=slowness)
         slowest = list({outcome.id: outcome for outcome in mine}.values())
-        slowest.sort(key=_slowness, reverse=True)
+        slowest.sort(key=slowness, reverse=True)
         found[arm] = [_explained(outcome, repeats[outcome.repeat]) for outcome in slowest[:WORST]]
     return found
 
@@ -48,9 +47,6 @@ def _explained(outcome: Outcome, seen: Observations) -> Worst:
     return Worst(
         outcome,
         seen.explanations.get(outcome.id),
+        seen.problem or "it got no answer that names its decision",
         [sample for sample in before if sample.at_s == last_s],
     )
-
-
-def _slowness(outcome: Outcome) -> float:
-    return float("inf") if outcome.ttft_ms is None else outcome.ttft_ms

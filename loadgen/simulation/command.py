@@ -45,6 +45,9 @@ class SimulateFlags(LoadFlags):
         list[str] | None,
         typer.Option("--goodput", help="Bounds in ms, such as --goodput ttft:2000 tpot:100."),
     ] = None
+    repeats: Annotated[
+        int, typer.Option("--repeats", help="Replays of each policy; each has its seed.", min=1)
+    ] = 1
     workers: Annotated[int, _fleet("Workers, all alike.", "--workers", 1)] = 16
     profile: Annotated[
         str,
@@ -103,6 +106,7 @@ class SimulateFlags(LoadFlags):
             load=self.load(),
             policies=policies,
             slo=parse_slo(self.goodput or ()),
+            repeats=self.repeats,
             out=out,
             fleet=FleetOptions(
                 workers=self.workers,

@@ -12,16 +12,19 @@ import numpy as np
 
 from cluster.blocks import join_hashes
 from cluster.protocol import RequestError, Sampling, WorkerCard
+from loadgen.admin import Explanation
 from loadgen.observer import LoadSample
 from loadgen.outcomes import Outcome
 from loadgen.simulation.events import Clock
 from loadgen.simulation.prompts import Asked, simulated_namespace
 from loadgen.simulation.reporting import Pace, Reporter
 from loadgen.simulation.worker import SimulatedWorker
+from loadgen.slowest import Slowest
 from router.dispatch import Dispatcher, NoRoom, Placement
 from router.fleet import Fleet
 from router.metrics import Metrics
 from router.policies import Policy
+from router.recent_decisions import RecentDecisions
 from router.tokenization import Prompt
 from worker.emulated_profiles import Profile
 from worker.engine import EngineConfig, EngineRequest, EngineStats, Output
@@ -120,6 +123,8 @@ class SimulatedFleet:
             self.router.on_room = self._look
         self._flights: dict[str, _InFlight] = {}
         self._on_ended: Callable[[Outcome], None] = _ignore
+        self._slowest: Slowest | None = None
+        self._explanations: dict[str, Explanation] = {}
         self._open = 0
         self.workers = {
             (card := self._card(number)).worker: self._worker(card)
@@ -180,6 +185,12 @@ class SimulatedFleet:
         if self._open:
             self._clock.at(now + interval_s, self._sample, interval_s, samples)
 
+    def explain_slowest(self) -> dict[str, Explanation]:
+        """A dictionary that fills while requests are replayed: the decisions on the slowest."""
+        self._slowest = Slowest()
+        self._dispatcher.recent = RecentDecisions(most=0)  # in flight only
+        return self._explanations
+
     def stats(self) -> dict[str, EngineStats]:
         """Each worker's counts."""
         return {name: worker.core.stats() for name, worker in self.workers.items()}
@@ -193,6 +204,8 @@ class SimulatedFleet:
     # The gateway
 
     def _arrive(self, flight: _InFlight) -> None:
+        if self._slowest is not None:
+            self._dispatcher.recent.want(flight.asked.id, "completion")
         if not self._queue and self._place(flight):
             return
         if len(self._queue) < self._options.queue:
@@ -259,8 +272,7 @@ class SimulatedFleet:
         outcome.cached_tokens = outcome.hit_tokens = output.hit_tokens
         outcome.completion_tokens = len(tokens_s)
         outcome.itl_ms = (np.diff(tokens_s) * 1e3).tolist()
-        self._open -= 1
-        self._on_ended(outcome)
+        self._ended(outcome)
 
     def _refused(self, request_id: str, error: RequestError) -> None:
         flight = self._flights.pop(request_id)
@@ -272,15 +284,30 @@ class SimulatedFleet:
         outcome = flight.outcome
         outcome.status, outcome.http_status, outcome.error = "failed", status, reason
         outcome.end_s = self._clock.now + self._options.latency.to_client_s
+        self._ended(outcome)
+
+    def _ended(self, outcome: Outcome) -> None:
         self._open -= 1
+        if self._slowest is not None:
+            self._explain(outcome, self._slowest)
         self._on_ended(outcome)
+
+    def _explain(self, outcome: Outcome, slowest: Slowest) -> None:
+        recent, known = self._dispatcher.recent, self._explanations
+        if slowest.add(outcome):
+            kept = recent.find(outcome.id)
+            if kept is not None:
+                known[outcome.id] = msgspec.json.decode(kept, type=Explanation)
+            for passed in known.keys() - {one.id for one in slowest}:
+                del known[passed]
+        recent.ended(outcome.id)
 
     # Set-up
 
     def _card(self, number: int) -> WorkerCard:
         options = self._options
         return WorkerCard(
-            worker=f"w{number:03d}",
+            worker=worker_name(number),
             epoch=EPOCH,
             address=f"simulated:{number}",
             model=MODEL,
@@ -308,6 +335,11 @@ class SimulatedFleet:
             self._end,
             self._refused,
         )
+
+
+def worker_name(number: int) -> str:
+    """Of the worker with that number."""
+    return f"w{number:03d}"
 
 
 def _no_bus() -> NoReturn:

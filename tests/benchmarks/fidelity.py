@@ -170,7 +170,7 @@ def _full_rate(fleet: FleetOptions) -> float:
 
 
 def _live(url: str, load: Load, folder: Path) -> Summary:
-    options = RunOptions(url=url, load=load, flush=True, explain_rate=0.0, out=folder)
+    options = RunOptions(url=url, load=load, flush=True, explain=False, out=folder)
     summary = replay_live(options)
     if not summary.valid:
         raise Disturbed(f"the live run is invalid: {'; '.join(summary.reasons)}")

@@ -14,9 +14,11 @@ import msgspec
 from aiohttp import web
 
 from cluster.protocol import (
+    HEADER_EXPLAIN,
     HEADER_HIT_TOKENS,
     HEADER_POLICY,
     HEADER_PREDICTED_HIT_TOKENS,
+    HEADER_REQUEST_ID,
     HEADER_WORKER,
 )
 
@@ -62,10 +64,12 @@ class FakeGateway:
         self.probes = 0
         self.tokens_per_word = 1
         self.usage_name = "usage"
-        self.explained = 0
-        self.no_explanations = False
+        self.decisions: dict[str, str] = {}  # workers by request id, of requests that asked
+        self.asked: list[str] = []
+        self.no_decisions = False
         self.behave: Behaviour = whole_answer
         self._turn = itertools.count()
+        self._ids = itertools.count()
 
     def route(self, body: dict) -> tuple[str, int, int]:
         """Worker, prompt tokens and reused tokens, by the policy now."""
@@ -89,9 +93,13 @@ class FakeGateway:
         self, request: web.Request, worker: str = "w0", prompt: int = 10, hit: int = 0
     ) -> web.StreamResponse:
         """Send the response headers of a stream."""
+        request_id = f"q{next(self._ids)}"
+        if request.headers.get(HEADER_EXPLAIN) == "1":
+            self.decisions[request_id] = worker
         response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream",
+                HEADER_REQUEST_ID: request_id,
                 HEADER_WORKER: worker,
                 HEADER_POLICY: self.policy,
                 HEADER_HIT_TOKENS: str(hit),
@@ -107,7 +115,7 @@ class FakeGateway:
             [
                 web.post("/v1/chat/completions", self._chat),
                 web.post("/v1/completions", self._chat),
-                web.post("/admin/explain", self._explain),
+                web.get("/admin/decisions/{id}", self._decision),
                 web.get("/v1/models", self._models),
                 web.get("/admin/policy", self._policy),
                 web.post("/admin/policy", self._set_policy),
@@ -130,22 +138,24 @@ class FakeGateway:
         self.requests_total += 1
         return await self.behave(self, request, body)
 
-    async def _explain(self, request: web.Request) -> web.Response:
-        self.explained += 1
-        if self.no_explanations:
-            return web.json_response({"error": {"message": "no such path"}}, status=404)
+    async def _decision(self, request: web.Request) -> web.Response:
+        request_id = request.match_info["id"]
+        self.asked.append(request_id)
+        if self.no_decisions or request_id not in self.decisions:
+            return web.json_response({"error": {"message": "none is kept"}}, status=404)
+        chosen = self.decisions[request_id]
         workers = [
             {
                 "worker": worker,
                 "hit_tokens": 3,
                 "new_tokens": 9,
                 "cost": 9.0,
-                "chosen": worker == "w0",
+                "chosen": worker == chosen,
             }
             for worker in self.caches
         ]
         return web.json_response(
-            {"policy": self.policy, "because": "w0 is chosen: a <test>", "workers": workers}
+            {"policy": self.policy, "because": f"{chosen} is right: a <test>", "workers": workers}
         )
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -157,7 +167,11 @@ class FakeGateway:
         return web.json_response({"policy": self.policy, "available": self.available})
 
     async def _set_policy(self, request: web.Request) -> web.Response:
-        self.policy = (await request.json())["policy"]
+        policy = (await request.json())["policy"]
+        if "bad" in policy:
+            message = f"{policy}: there is no parameter bad"
+            return web.json_response({"error": {"message": message}}, status=400)
+        self.policy = policy
         self.policies_set.append(self.policy)
         return web.json_response({"policy": self.policy})
 

@@ -53,7 +53,7 @@ def test_a_valid_comparison_prints_its_table_and_ends_with_0(gateway, tmp_path, 
     assert code == 0, out
     for word in ("round_robin", "locality", "cached tokens", "p99", "goodput", "imbalance"):
         assert word in out
-    assert "locality against round_robin, 8 pairs: cached tokens × " in out
+    assert "locality against round_robin, 24 pairs: cached tokens × " in out, "three repeats"
     assert "\nvalid\n" in out
     assert f"report: {tmp_path / 'report.html'}" in out
     assert "\x1b" not in out

@@ -1,6 +1,8 @@
 import asyncio
 import json
+import math
 
+import msgspec
 import pytest
 
 from loadgen import wording
@@ -8,9 +10,11 @@ from loadgen.admin import AdminError
 from loadgen.arm import OptionError
 from loadgen.arrivals import Arrivals
 from loadgen.compare import CompareOptions, RunOptions, compare_arms, run_arm
+from loadgen.goodput import GoodputOptions, search_policies
 from loadgen.measures import Slo
 from loadgen.plan import Load, TraceSource
 from loadgen.requests import digest
+from loadgen.slowest import WORST
 from loadgen.workloads import SharedPrefix
 from tests.loadgen.fake_gateway import FakeGateway, chunk, serving, whole_answer
 
@@ -24,6 +28,7 @@ def options(url, kind=CompareOptions, **changes):
         "url": url,
         "load": Load(workload=SMALL, arrivals=Arrivals(request_rate=100.0)),
         "num_warmups": 2,
+        **({"repeats": 1} if kind is CompareOptions else {}),
         "quiet_timeout_s": 0.3,
         "max_client_lag_ms": 30_000.0,
     }
@@ -200,6 +205,26 @@ async def test_an_unknown_policy_is_named_before_anything_changes():
     assert gateway.policies_set == []
 
 
+@pytest.mark.parametrize("kind", [CompareOptions, GoodputOptions])
+async def test_a_bad_parameter_of_the_last_policy_is_told_before_anything_is_sent(kind, tmp_path):
+    gateway = FakeGateway()
+    gateway.policy = "locality:tie=0.2"
+    asked = ("round_robin", "locality:bad=2")
+    given = options("", kind, policies=asked, slo=Slo(ttft_ms=9.0), out=tmp_path / "out")
+    async with serving(gateway) as url:
+        given = msgspec.structs.replace(given, url=url)
+        work = compare_arms(given) if kind is CompareOptions else search_policies(given)
+        with pytest.raises(OptionError, match="locality:bad=2: there is no parameter bad"):
+            await work
+    assert gateway.requests_total == gateway.probes == gateway.flushes == 0
+    assert gateway.policy == "locality:tie=0.2"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_comparison_is_of_three_runs_of_each_policy_unless_told():
+    assert CompareOptions(url="").repeats == 3
+
+
 @pytest.mark.parametrize("policies", [(), ("locality", "locality")])
 async def test_policies_must_differ(policies):
     with pytest.raises(OptionError, match="once each"):
@@ -306,24 +331,43 @@ async def test_a_trace_becomes_completions_of_its_blocks(tmp_path):
     assert "format mooncake" in report
 
 
-async def test_explanations_that_fail_do_not_harm_the_run(tmp_path):
+async def test_the_worst_requests_are_shown_with_the_decisions_that_were_taken(tmp_path):
+    """All at once: no rate is too high for it."""
     gateway = FakeGateway()
-    gateway.no_explanations = True
+    load = Load(workload=SMALL, arrivals=Arrivals(request_rate=math.inf))
+    async with serving(gateway) as url:
+        summary = await compare_arms(options(url, load=load, out=tmp_path))
+    assert summary.valid, summary.reasons
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("is right: a &lt;test&gt;") == 2 * WORST
+    assert "decision is not known" not in page
+    lines = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
+    workers = {line["request_id"]: line["worker"] for line in lines}
+    assert len(workers) == 2 * REQUESTS
+    assert workers == gateway.decisions, "the warm-up did not ask"
+    assert set(gateway.asked) <= set(workers)
+
+
+async def test_decisions_that_cannot_be_had_do_not_harm_the_run(tmp_path):
+    gateway = FakeGateway()
+    gateway.no_decisions = True
     async with serving(gateway) as url:
         summary = await run_arm(options(url, RunOptions, out=tmp_path))
     assert summary.valid, summary.reasons
-    assert gateway.explained == 1
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("Its decision is not known: GET") == WORST
+    assert "none is kept" in page
     assert (tmp_path / "load.csv").read_text().count("\n") > 2
 
 
 async def test_nothing_is_looked_at_where_that_is_asked_for(tmp_path):
     gateway = FakeGateway()
     async with serving(gateway) as url:
-        await run_arm(
-            options(url, RunOptions, out=tmp_path, explain_rate=0.0, sample_interval_s=0.0)
-        )
-    assert gateway.explained == 0
+        await run_arm(options(url, RunOptions, out=tmp_path, explain=False, sample_interval_s=0.0))
+    assert gateway.asked == []
+    assert gateway.decisions == {}
     assert (tmp_path / "load.csv").read_text().count("\n") == 1
+    assert "decisions were not asked for (--no-explain)" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,6 @@ def options(url, **changes):
         "num_warmups": 0,
         "quiet_timeout_s": 0.3,
         "max_client_lag_ms": 30_000.0,
-        "explain_rate": 0.0,
     }
     return GoodputOptions(**{**fields, **changes})
 

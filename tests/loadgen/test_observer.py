@@ -1,36 +1,20 @@
 import asyncio
-from collections import Counter
+import random
 
-import pytest
-
+from loadgen import observer
 from loadgen.admin import Admin, Explanation, FleetView, WorkerView
-from loadgen.observer import (
-    EXPLAIN_BURST,
-    LoadSample,
-    Observations,
-    observe,
-    samples_of,
-    to_explain,
-)
-from loadgen.worst import WORST, worst_requests
+from loadgen.observer import LoadSample, Observations, ask_decisions, observe, samples_of
+from loadgen.slowest import WORST, Slowest
+from loadgen.worst import worst_requests
 from tests.loadgen.fake_gateway import FakeGateway, serving
 from tests.loadgen.test_measures import outcome
-from tests.loadgen.test_requests import line
 
 
-def requests(*times):
-    return [line(id=f"r{i}", intended_at_s=time) for i, time in enumerate(times)]
-
-
-def test_steady_requests_are_explained_at_the_rate():
-    given = requests(*(i / 100 for i in range(2000)))
-    assert len(to_explain(given, rate=5.0)) == pytest.approx(5 * 20 + EXPLAIN_BURST, abs=1)
-
-
-def test_a_burst_is_explained_whole_as_long_as_there_is_allowance():
-    assert len(to_explain(requests(*[3.0] * 15), rate=1.0)) == 15
-    assert len(to_explain(requests(*[3.0] * 50), rate=1.0)) == EXPLAIN_BURST
-    assert to_explain(requests(1.0, 2.0), rate=0.0) == []
+def slowest_of(*names):
+    slowest = Slowest()
+    for name in names:
+        slowest.add(outcome(name, request_id=f"id-{name}"))
+    return slowest
 
 
 def test_a_sample_is_each_workers_load_in_tokens_and_requests():
@@ -46,50 +30,88 @@ def test_a_sample_is_each_workers_load_in_tokens_and_requests():
 
 
 class Watched(FakeGateway):
-    """Knows when it has been asked three times for each thing: then two answers were read."""
+    """Knows when it has been asked for the fleet twice and for one decision."""
 
     def __init__(self):
         super().__init__()
-        self.asked_thrice = asyncio.Event()
-        self._asked = Counter()
+        self.decisions = {"id-r0": "w0", "id-r1": "w1"}
+        self.asked_all = asyncio.Event()
+        self._looks = 0
 
-    def _count(self, what):
-        self._asked[what] += 1
-        if min(self._asked["fleet"], self._asked["explain"]) >= 3:
-            self.asked_thrice.set()
+    def _check(self):
+        if self._looks >= 2 and self.asked:
+            self.asked_all.set()
 
     async def _fleet(self, request):
-        self._count("fleet")
+        self._looks += 1
+        self._check()
         return await super()._fleet(request)
 
-    async def _explain(self, request):
-        self._count("explain")
-        return await super()._explain(request)
+    async def _decision(self, request):
+        answer = await super()._decision(request)
+        self._check()
+        return answer
 
 
-async def test_the_gateway_is_looked_at_until_told_to_stop():
+async def test_the_gateway_is_looked_at_until_told_to_stop(monkeypatch):
+    monkeypatch.setattr(observer, "ASK_EVERY_S", 0.01)
     gateway = Watched()
     seen = Observations()
     async with serving(gateway) as url, Admin(url) as admin:
         begin = asyncio.get_running_loop().time()
-        given = requests(0.0, 0.0, 0.0)
-        task = asyncio.create_task(observe(admin, given, begin, 0.01, 100.0, seen))
-        await gateway.asked_thrice.wait()
+        task = asyncio.create_task(observe(admin, slowest_of("r0", "r1"), begin, 0.01, seen))
+        await gateway.asked_all.wait()
         task.cancel()
         await asyncio.wait([task])
     assert task.cancelled()
-    assert {"r0", "r1"} <= set(seen.explanations)
     assert {sample.worker for sample in seen.samples} == {"w0", "w1"}
-    assert len(seen.samples) >= 4
     assert seen.problem == ""
+
+
+async def test_each_decision_is_asked_for_once_and_one_that_is_missing_hinders_no_other():
+    gateway = FakeGateway()
+    gateway.decisions = {"id-r0": "w0", "id-r2": "w1"}
+    seen = Observations()
+    slowest = slowest_of("r0", "r1", "r2")
+    slowest.add(outcome("unanswered", first_token_s=None, status="unfinished"))
+    async with serving(gateway) as url, Admin(url) as admin:
+        await ask_decisions(admin, slowest, seen)
+        await ask_decisions(admin, slowest, seen)
+    assert set(seen.explanations) == {"r0", "r2"}
+    assert [w.worker for w in seen.explanations["r2"].workers if w.chosen] == ["w1"]
+    assert "none is kept" in seen.problem
+    assert sorted(gateway.asked) == ["id-r0", "id-r1", "id-r1", "id-r2"]
 
 
 async def test_a_gateway_that_is_gone_ends_the_looking_with_its_reason():
     seen = Observations()
     async with Admin("http://127.0.0.1:1") as admin:
         begin = asyncio.get_running_loop().time()
-        await observe(admin, requests(0.0), begin, 0.01, 1.0, seen)
+        await observe(admin, None, begin, 0.01, seen)
     assert "is the gateway running there?" in seen.problem
+
+
+def test_the_slowest_of_every_replay_hold_the_slowest_of_all():
+    rng = random.Random(5)
+    replays = [
+        [
+            outcome(
+                f"r{i}", repeat=repeat, first_token_s=rng.choice([None, 1.5, 1.6, rng.random()])
+            )
+            for i in range(40)
+        ]
+        for repeat in range(3)
+    ]
+    known = set()
+    for replay in replays:
+        slowest = Slowest()
+        for one in replay:
+            slowest.add(one)
+        known |= {(one.id, one.repeat) for one in slowest}
+        assert len(list(slowest)) == WORST
+    everything = [one for replay in replays for one in replay]
+    found = worst_requests(everything, {"x": [Observations()] * 3})["x"]
+    assert {(worst.outcome.id, worst.outcome.repeat) for worst in found} <= known
 
 
 def sample(at_s, worker):

@@ -82,7 +82,7 @@ async def test_the_report_needs_no_network_and_no_script(page):
 async def test_the_report_escapes_what_the_model_said(page):
     assert "<script>" not in page
     assert "&lt;script&gt;alert(" in page
-    assert "w0 is chosen: a &lt;test&gt;" in page
+    assert "is right: a &lt;test&gt;" in page
 
 
 async def test_the_report_says_that_it_is_invalid_and_why(page):

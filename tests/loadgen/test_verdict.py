@@ -16,14 +16,24 @@ def arm(ttft_ms, tpot_ms=10.0, count=200, noise=0.0):
     return outcomes
 
 
-def said(base, other):
-    return verdict("locality", pair("round_robin", [base], [other], Slo(), seed=0))
+def said(base, other, repeats=3):
+    paired = pair("round_robin", [base] * repeats, [other] * repeats, Slo(), seed=0)
+    return verdict("locality", paired, repeats)
 
 
 def test_faster_is_said_with_its_interval():
     text = said(arm(1000), arm(600))
     assert text.startswith("locality is faster than round_robin: TTFT p50 −40 % [−4")
     assert text.endswith("; no difference shown in TPOT p50 0 % [0, 0]")
+
+
+def test_one_run_is_told_as_one_run():
+    once = said(arm(1000), arm(600), repeats=1)
+    assert once.startswith("in this one run locality was faster than round_robin: TTFT p50 −40 % [")
+    mixed = said(arm(1000), arm(600, tpot_ms=20), repeats=1)
+    assert mixed.startswith("in this one run locality against round_robin: faster in TTFT p50")
+    alike = said(arm(1000), arm(1000), repeats=1)
+    assert alike.startswith("in this one run locality against round_robin: no difference shown")
 
 
 def test_slower_is_said_too():
@@ -49,8 +59,8 @@ def test_nothing_in_common_is_nothing_to_compare():
 
 def test_an_invalid_run_has_no_verdict():
     paired = {"locality": pair("round_robin", [arm(1000)], [arm(100)], Slo(), seed=0)}
-    assert verdicts(paired, valid=False) == ["no verdict: the run is invalid"]
-    assert len(verdicts(paired, valid=True)) == 1
+    assert verdicts(paired, valid=False, repeats=3) == ["no verdict: the run is invalid"]
+    assert len(verdicts(paired, valid=True, repeats=3)) == 1
 
 
 def test_repeats_that_disagree_widen_the_interval():
