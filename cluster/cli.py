@@ -123,14 +123,24 @@ def calibrate(
         str | None, typer.Option(help="smollm2, a Hugging Face directory or a GGUF file.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    seconds: Annotated[float, typer.Option(min=1.0, help="Steps are measured for so long.")] = 60.0,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, help="Steps are measured so long at least.")
+    ] = 60.0,
     token_budget: Annotated[int | None, typer.Option(help="Tokens of a step at most.")] = None,
     kv_blocks: Annotated[int | None, typer.Option(help="KV blocks; 0: as fit.")] = None,
     config: Config = None,
 ) -> None:
     """Fit an emulated profile to the steps of a real engine on this machine."""
     from worker.build import build_engine
-    from worker.calibrate import CalibrationError, Limits, fit, measure, profile_from
+    from worker.calibrate import (
+        LEAST_STEPS,
+        LONGEST_S,
+        CalibrationError,
+        Limits,
+        fit,
+        measure,
+        profile_from,
+    )
     from worker.emulated_profiles import write_profile
     from worker.models import ModelError
 
@@ -154,7 +164,17 @@ def calibrate(
             block_size=settings.block_size,
         )
         say(f"measuring steps on {info.device} for {seconds:g} s")
-        found = fit(measure(core.runner, limits, seconds))
+        found = fit(
+            measure(
+                core.runner,
+                limits,
+                seconds,
+                on_longer=lambda steps: say(
+                    f"{steps} steps in {seconds:g} s, of {LEAST_STEPS} that are needed: going on "
+                    f"until they are there, {LONGEST_S / 60:g} minutes at most"
+                ),
+            )
+        )
     except (ModelError, CalibrationError, MemoryError, ValueError) as error:
         fail(str(error))
     told = (

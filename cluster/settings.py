@@ -60,7 +60,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     queue                requests that may wait at the gateway until a worker is ready and has room
                          for them, released in order of arrival; 0: none waits here
     queue_timeout_s      for so long at most; then 429, or 503 where no worker is ready
-    index_max_pairs      (block, worker) pairs in the prefix index, up to about 150 bytes each;
+    index_max_pairs      (block, worker) pairs in the prefix index, some 90 bytes each;
                          beyond it the ends of long prefixes are left out
     """
 

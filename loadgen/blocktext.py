@@ -1,4 +1,5 @@
-"""Text made from block ids: equal ids give equal tokens, different ids different ones.
+"""Text made from block ids: equal ids give equal tokens, different ids different ones, where a
+block has at least four words (`ID_WORDS`); `loadgen.bodies.Writer.confusion` counts what fewer do.
 
 A text is words of three letters, each with a space before it. Tokenizers split before such a
 space and hold words this common as one token each, so a block's text begins and ends where

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 
-from loadgen.blocktext import block_text
+from loadgen.blocktext import ID_WORDS, block_text
 from loadgen.traces import TraceRequest
 from loadgen.workloads import Segment, Turn
 
@@ -41,6 +43,14 @@ class _CompletionBody(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool
     stream_options: _StreamOptions
     ignore_eos: bool
+
+
+class Confusion(NamedTuple):
+    """Whole blocks of a trace that differ, with what is before them; those of them whose text,
+    with what is before it, is that of another one: a cache would find them."""
+
+    blocks: int
+    confused: int
 
 
 class Writer:
@@ -86,6 +96,26 @@ class Writer:
             )
         )
 
+    def confusion(self, requests: Iterable[TraceRequest]) -> Confusion:
+        """Whether the made texts tell the blocks apart, where these are too short for all ids."""
+        of_ids: dict[tuple[int, int], int] = {}
+        of_texts: dict[tuple[int, str], int] = {}
+        for request in requests:
+            words = self.words(request.block_tokens)
+            if request.text is not None or words >= ID_WORDS:
+                continue
+            node = text_node = -1
+            for block_id in request.hash_ids[: request.prompt_tokens // request.block_tokens]:
+                text = block_text(self._numbered(block_id), words)
+                node = of_ids.setdefault((node, block_id), len(of_ids))
+                text_node = of_texts.setdefault((text_node, text), len(of_texts))
+        return Confusion(len(of_ids), len(of_ids) - len(of_texts))
+
+    @property
+    def block_tokens_needed(self) -> float:
+        """Tokens of a block whose text tells all ids apart."""
+        return ID_WORDS * self._tokens_per_word
+
     def words(self, tokens: int) -> int:
         """Words of so many tokens, at least 1."""
         return max(1, round(tokens / self._tokens_per_word))
@@ -96,7 +126,10 @@ class Writer:
     def _prompt(self, request: TraceRequest) -> str:
         full = self.words(request.block_tokens)
         last = request.prompt_tokens - (len(request.hash_ids) - 1) * request.block_tokens
-        ids = [self._number.setdefault(i, len(self._number)) for i in request.hash_ids]
+        ids = [self._numbered(block_id) for block_id in request.hash_ids]
         return "".join(
             [*(block_text(i, full) for i in ids[:-1]), block_text(ids[-1], self.words(last))]
         )
+
+    def _numbered(self, block_id: int) -> int:
+        return self._number.setdefault(block_id, len(self._number))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -9,12 +10,16 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from loadgen.arrivals import Arrival, Arrivals, arrange
+from loadgen.blocktext import ID_WORDS
 from loadgen.bodies import Writer
 from loadgen.requests import Request, decode_requests, digest, encode_requests, read_request_file
-from loadgen.traces import TraceOptions, TraceRequest, read_trace, trace_format
+from loadgen.traces import TraceError, TraceOptions, TraceRequest, read_trace, trace_format
 from loadgen.workloads import AnyWorkload, SharedPrefix
 
 WORKLOAD_FILE = "workload.jsonl"
+
+MOST_CONFUSED = 0.01
+"""Share of a trace's blocks that may look like another one: more would make up sharing."""
 
 
 class TraceSource(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,10 +135,33 @@ async def _replay(
     model = model or await probe.model()
     made_text = any(request.text is None for request in trace.requests)
     writer = await _writer(probe, model, notes) if made_text else Writer(model)
+    _check_texts(writer, trace.requests, source.options.input_scale, notes)
     return [
         _completion(index, time, request, writer)
         for index, (time, request) in enumerate(zip(times, trace.requests, strict=True))
     ]
+
+
+def _check_texts(
+    writer: Writer, requests: Sequence[TraceRequest], input_scale: float, notes: list[str]
+) -> None:
+    """Note blocks whose made texts are equal though they differ. Raises TraceError for many."""
+    blocks, confused = writer.confusion(requests)
+    if not confused:
+        return
+    tokens = requests[0].block_tokens
+    words = writer.words(tokens)
+    told = (
+        f"blocks of {tokens} tokens are made of {words} word{'s' if words > 1 else ''} each, too few to "
+        f"tell all apart: {confused:,} of {blocks:,} different ones look like another"
+    )
+    if confused > MOST_CONFUSED * blocks:
+        enough = math.ceil(100 * input_scale * writer.block_tokens_needed / tokens) / 100
+        raise TraceError(
+            f"{told}, and would be found in a cache that never held them: set --input-scale to "
+            f"{enough:g} or more, at which blocks have {ID_WORDS} words"
+        )
+    notes.append(told)
 
 
 async def _writer(probe: ModelProbe, model: str, notes: list[str]) -> Writer:

@@ -23,6 +23,9 @@ from worker.prefill_speed import FloatArray, fit_step_time
 LEAST_STEPS = 30
 """Fewer cannot tell five coefficients apart."""
 
+LONGEST_S = 600.0
+"""So long steps are measured at most where they are too few in the time that was asked for."""
+
 RELUCTANCE = np.array([3e-4, 1e-9, 3e-4, 3e-4, 3e-4])
 """Of steps, prefill tokens, pairs, decodes, context tokens: see `worker.prefill_speed`."""
 
@@ -75,14 +78,24 @@ def measure(
     seconds: float,
     seed: int = 0,
     clock: Callable[[], float] = time.perf_counter,
+    on_longer: Callable[[int], None] = lambda steps: None,
 ) -> list[Step]:
-    """Steps of random shape, for so many seconds. Raises CalibrationError where they are few."""
+    """Steps of random shape, for so many seconds, and on until there are `LEAST_STEPS`.
+
+    `on_longer` is told when the seconds are over and how many steps there are, where these are
+    too few. Raises CalibrationError where they still are after `LONGEST_S`.
+    """
     rng = random.Random(seed)
     for _ in range(WARM_UP_STEPS):
         runner.execute(_batch([(0, min(limits.token_budget, limits.context_tokens))], limits))
     steps: list[Step] = []
-    end = clock() + seconds
-    while clock() < end:
+    begin = clock()
+    end, last = begin + seconds, begin + max(seconds, LONGEST_S)
+    told = False
+    while (now := clock()) < end or (len(steps) < LEAST_STEPS and now < last):
+        if now >= end and not told:
+            on_longer(len(steps))
+            told = True
         shape = draw(rng, limits)
         batch = _batch(shape, limits)
         began = clock()
@@ -90,8 +103,8 @@ def measure(
         steps.append(Step(shape, clock() - began))
     if len(steps) < LEAST_STEPS:
         raise CalibrationError(
-            f"only {len(steps)} steps in {seconds:g} s, {LEAST_STEPS} are needed: measure longer "
-            "(--seconds) or with a smaller --token-budget"
+            f"only {len(steps)} steps in {max(seconds, LONGEST_S):g} s, {LEAST_STEPS} are needed: "
+            "take a smaller --token-budget"
         )
     return steps
 

@@ -3,13 +3,14 @@ import math
 
 import pytest
 
+from loadgen import plan as plan_module
 from loadgen.admin import Admin, AdminError
 from loadgen.arrivals import Arrivals
 from loadgen.bodies import Writer
 from loadgen.plan import Load, TraceSource, make_plan
 from loadgen.probe import GatewayProbe
 from loadgen.requests import digest
-from loadgen.traces import TraceOptions, TraceRequest
+from loadgen.traces import TraceError, TraceOptions, TraceRequest
 from loadgen.workloads import Chat, SharedPrefix
 from tests.loadgen.fake_gateway import FakeGateway, serving
 
@@ -137,3 +138,70 @@ async def test_a_probe_that_tells_nothing_is_an_error(attribute, value, said):
     with pytest.raises(AdminError, match="no answer"):
         async with Admin("http://127.0.0.1:1") as admin:
             await GatewayProbe("http://127.0.0.1:1", admin).tokens_per_word("m")
+
+
+def unshared(count, blocks=1, block_tokens=16):
+    """Prompts of whole blocks of which no two share any."""
+    return [
+        TraceRequest(
+            arrival_s=float(n),
+            session=str(n),
+            turn=0,
+            prompt_tokens=blocks * block_tokens,
+            output_tokens=1,
+            hash_ids=tuple(range(n * blocks, (n + 1) * blocks)),
+            block_tokens=block_tokens,
+        )
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("words", "count"), [(1, 2000), (2, 20_000), (3, 20_000)])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_blocks_that_look_alike_after_the_same_are_counted(words, count, blocks):
+    writer = Writer("m", tokens_per_word=4.0)
+    requests = unshared(count, blocks, block_tokens=4 * words)
+    found = writer.confusion(requests)
+    texts = [json.loads(writer.completion(request))["prompt"] for request in requests]
+    begins = {text[: 4 * words * n] for text in texts for n in range(1, blocks + 1)}
+    assert found.blocks == count * blocks
+    assert found.confused == count * blocks - len(begins)
+    assert (found.confused > 0) == (words == 1)
+
+
+def test_blocks_of_four_words_are_never_alike():
+    writer = Writer("m", tokens_per_word=4.0)
+    requests = unshared(50_000)
+    assert writer.confusion(requests).confused == 0
+    assert len({writer.completion(request) for request in requests}) == 50_000
+
+
+def bailian(tmp_path, prompts, **options):
+    rows = [
+        {
+            "chat_id": i, "parent_chat_id": -1, "timestamp": i * 0.5, "input_length": 16,
+            "output_length": 2, "type": "text", "turn": 1, "hash_ids": [i],
+        }
+        for i in range(prompts)
+    ]  # fmt: skip
+    path = tmp_path / "bailian.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return TraceSource(files=(str(path),), format="bailian", options=TraceOptions(**options))
+
+
+async def test_blocks_too_short_to_be_told_apart_are_refused(tmp_path):
+    """16 tokens × 0.25 are one word of a vocabulary of bytes: of these there are 256."""
+    source = bailian(tmp_path, 2000, input_scale=0.25)
+    with pytest.raises(TraceError, match=r"1,744 of 2,000 .* --input-scale to 1 or more"):
+        await make_plan(Load(trace=source), Known(tokens_per_word=4.0), "", tmp_path)
+    assert not (tmp_path / "workload.jsonl").exists()
+    whole = bailian(tmp_path, 2000, input_scale=1.0)
+    plan = await make_plan(Load(trace=whole), Known(tokens_per_word=4.0), "", None)
+    assert len({body["prompt"] for body in bodies(plan)}) == 2000
+
+
+async def test_few_blocks_that_look_alike_are_noted(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan_module, "MOST_CONFUSED", 0.9)
+    source = bailian(tmp_path, 2000, input_scale=0.25)
+    plan = await make_plan(Load(trace=source), Known(tokens_per_word=4.0), "", None)
+    assert any("1,744 of 2,000 different ones" in note for note in plan.source.notes)

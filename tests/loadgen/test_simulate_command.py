@@ -12,6 +12,7 @@ from loadgen.plan import Load
 from loadgen.requests import Request, encode_requests
 from loadgen.simulation.prompts import packed_tokens
 from loadgen.simulation.source import sent_of
+from loadgen.slowest import WORST
 from router.openai_api import parse_either
 from router.tokenization import Encoder
 from worker.build import build_engine
@@ -66,6 +67,35 @@ def test_the_same_seed_writes_the_same_outcomes(tmp_path):
     assert one == other
 
 
+def test_the_slowest_requests_are_shown_with_the_decisions_that_were_taken(tmp_path):
+    assert run([*WORKLOAD, *SMALL, "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<details") == page.count("<th>of it coming</th>") == 2 * WORST
+    assert page.count("<td>→ w00") == 2 * WORST
+    assert "is not known" not in page
+
+
+def test_repeats_have_other_seeds_and_the_first_is_the_run_without_them(tmp_path, capsys):
+    flags = [*WORKLOAD, *SMALL, "--seed", "3"]
+    assert run([*flags, "--out", str(tmp_path / "one")]) == 0
+    assert "in this one run" in capsys.readouterr().out
+    assert run([*flags, "--repeats", "3", "--out", str(tmp_path / "three")]) == 0
+    assert "one run" not in capsys.readouterr().out
+    one, three = (
+        [json.loads(line) for line in (tmp_path / n / "requests.jsonl").read_text().splitlines()]
+        for n in ("one", "three")
+    )
+    assert [line for line in three if line["repeat"] == 0] == one
+    times = {
+        tuple(o["intended_s"] for o in three if o["repeat"] == repeat and o["arm"] == "locality")
+        for repeat in range(3)
+    }
+    assert len(times) == 3
+    summary = json.loads((tmp_path / "three" / "summary.json").read_text())
+    assert (summary["repeats"], len(summary["arms"]["locality"]["repeats"])) == (3, 3)
+    assert any("seeds 3 to 5" in note for note in summary["source"]["notes"])
+
+
 def test_a_fleet_that_cannot_serve_the_requests_is_invalid(tmp_path, capsys):
     assert run([*WORKLOAD, *SMALL, "--kv-tokens", "160", "--out", str(tmp_path)]) == 3
     assert "requests failed" in capsys.readouterr().out
@@ -78,6 +108,7 @@ def test_a_fleet_that_cannot_serve_the_requests_is_invalid(tmp_path, capsys):
         (["--policies", "random,random"], "once each"),
         (["--profile", "abacus"], "h100-llama3-8b"),
         (["--kv-tokens", "3"], "capacity_blocks"),
+        (["--repeats", "0"], "--repeats"),
     ],
 )
 def test_wrong_usage_is_said_in_words(flags, said, tmp_path, capsys):

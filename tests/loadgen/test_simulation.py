@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from loadgen.simulation.fleet import MODEL, Latency
 from loadgen.simulation.prompts import asked_of, ideal_of, packed_tokens
+from loadgen.slowest import WORST, slowness
 from router.policies import available
 from tests.loadgen.simulating import BLOCK, COST, DECODE_ONLY, fleet_of, replay, request
 from worker.engine import EngineCore
@@ -236,3 +237,20 @@ def test_workers_have_told_their_speed_before_the_first_request(load_s):
     seen = fleet.router.candidates(MODEL, [], 100)
     assert seen.s_per_token.tolist() == near([0.1 + 1.0 / 10] * 3)
     assert seen.s_per_pair.tolist() == near([0.01] * 3)
+
+
+@pytest.mark.parametrize("gap_s", [0.01, 30.0])
+def test_the_decisions_on_the_slowest_are_those_that_were_taken(gap_s):
+    """Crowded, where each request is slower than those before, and one by one."""
+    sent = [request(n * gap_s, [n % 3, 10 + n % 7], output_tokens=2) for n in range(30)]
+    fleet = fleet_of(workers=3)
+    told = fleet.explain_slowest()
+    outcomes = fleet.replay(asked_of(sent, BLOCK), "arm")
+    slowest = {o.id: o for o in sorted(outcomes, key=slowness)[-WORST:]}
+    assert told.keys() == slowest.keys()
+    for name, outcome in slowest.items():
+        (chosen,) = (row for row in told[name].workers if row.chosen)
+        assert chosen.worker == told[name].chosen == outcome.worker
+        assert chosen.hit_tokens == outcome.predicted_hit_tokens
+        assert told[name].prompt_tokens == outcome.prompt_tokens
+        assert len(told[name].workers) == 3

@@ -1,5 +1,6 @@
 """A profile is fitted from an engine's steps, whatever shape these have."""
 
+import itertools
 import random
 
 import pytest
@@ -9,6 +10,7 @@ from cluster.cli import app
 from tests.tiny_model import write_tiny_llama
 from tests.worker.small_engine import BLOCK, SmallEngine
 from worker.calibrate import (
+    LEAST_STEPS,
     CalibrationError,
     Limits,
     Step,
@@ -91,14 +93,34 @@ def test_a_real_runner_is_measured_on_its_own_steps():
     assert profile_from(fit(steps), limits).kv_tokens == 32 * BLOCK
 
 
-def test_too_few_steps_are_no_profile():
+def slow_engine(step_s):
+    """Runner and limits of an engine, and a clock on which each of its steps takes so long."""
     engine = SmallEngine(blocks=32)
     limits = Limits(
         context_tokens=64, token_budget=8, pool_tokens=32 * BLOCK, batch=4, block_size=BLOCK
     )
-    clock = iter(range(1000)).__next__
-    with pytest.raises(CalibrationError, match="--seconds"):
-        measure(engine.runner, limits, 20.0, clock=clock)
+    return engine.runner, limits, itertools.count(step=step_s / 3).__next__  # read thrice a step
+
+
+def test_slow_steps_are_measured_until_there_are_enough():
+    told = []
+    runner, limits, clock = slow_engine(step_s=3.0)
+    steps = measure(runner, limits, 15.0, clock=clock, on_longer=told.append)
+    assert len(steps) == LEAST_STEPS
+    assert told == [5]
+
+
+def test_enough_steps_are_not_measured_longer():
+    told = []
+    runner, limits, clock = slow_engine(step_s=0.3)
+    assert len(measure(runner, limits, 15.0, clock=clock, on_longer=told.append)) == 50
+    assert told == []
+
+
+def test_steps_that_stay_too_few_are_no_profile():
+    runner, limits, clock = slow_engine(step_s=60.0)
+    with pytest.raises(CalibrationError, match=r"only 10 steps in 600 s.*--token-budget"):
+        measure(runner, limits, 15.0, clock=clock)
 
 
 def test_a_fitted_profile_is_read_back_as_it_was_written(tmp_path):
