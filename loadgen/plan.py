@@ -152,8 +152,8 @@ def _check_texts(
     tokens = requests[0].block_tokens
     words = writer.words(tokens)
     told = (
-        f"blocks of {tokens} tokens are made of {words} word{'s' if words > 1 else ''} each, too few to "
-        f"tell all apart: {confused:,} of {blocks:,} different ones look like another"
+        f"blocks of {tokens} tokens are made of {words} word{'s' if words > 1 else ''} each, too "
+        f"few to tell all apart: {confused:,} of {blocks:,} different ones look like another"
     )
     if confused > MOST_CONFUSED * blocks:
         enough = math.ceil(100 * input_scale * writer.block_tokens_needed / tokens) / 100
