@@ -10,7 +10,7 @@ from cluster.agreement import (
     UNHELPED_READS,
     Agreement,
 )
-from tests.cluster.test_following import BLOCKS, HEARTBEAT_S, Alone
+from tests.cluster.model_worker import BLOCKS, HEARTBEAT_S, Alone
 
 
 class Liar(Alone):
