@@ -56,6 +56,8 @@ class Columns(NamedTuple):
         chain: Sequence[bytes],
         most_hit_tokens: int | None,
         stay_s: float,
+        in_flight: int,
+        sharing: int,
     ) -> Candidates:
         """These columns and `[n]` hits as what a policy sees of a prompt."""
         (
@@ -90,6 +92,8 @@ class Columns(NamedTuple):
             s_per_pair,
             most_hit_tokens,
             stay_s,
+            in_flight,
+            sharing,
         )
 
 

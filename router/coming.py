@@ -40,10 +40,14 @@ class _Node:
 
     last     the latest of them
     counts   slot -> claims of it that pass through or end here; `mask` has its slots' bits
+    passing  all of them
     ends     claims that end exactly here
     """
 
-    __slots__ = ("chain", "children", "counts", "end", "ends", "last", "mask", "parent", "start")
+    __slots__ = (
+        *("chain", "children", "counts", "end", "ends", "last", "mask", "parent", "passing"),
+        "start",
+    )
 
     def __init__(self, chain: Sequence[bytes], start: int, end: int, parent: _Node | None) -> None:
         self.chain = chain
@@ -54,6 +58,7 @@ class _Node:
         self.children: dict[bytes, _Node] = {}
         self.counts: dict[int, int] = {}
         self.mask = 0
+        self.passing = 0
         self.ends = 0
 
     def shared(self, chain: Sequence[bytes]) -> int:
@@ -121,6 +126,7 @@ class ComingBlocks:
         while step.parent is not None:
             left = step.counts[slot] - 1
             parent = step.parent
+            step.passing -= 1
             if left:
                 step.counts[slot] = left
             else:
@@ -152,6 +158,14 @@ class ComingBlocks:
                 break
             depth = shared
         return depth
+
+    def sharing(self, chain: Sequence[bytes], depth: int) -> int:
+        """Claims of the first `depth` blocks of `chain`, whatever follows them; 0 for none."""
+        if depth:
+            for shared, node in self._walk(chain):
+                if shared >= depth:
+                    return node.passing
+        return 0
 
     def raise_depths(
         self,
@@ -212,6 +226,8 @@ class ComingBlocks:
                 raise ComingCheckError(f"the edge to block {node.end} ends with another")
             if node.mask != sum(1 << slot for slot in node.counts):
                 raise ComingCheckError(f"mask {node.mask:x} of slots {sorted(node.counts)}")
+            if node.passing != sum(node.counts.values()):
+                raise ComingCheckError(f"{node.passing} pass, but the slots count {node.counts}")
             if len(node.children) == 1 and not node.ends:
                 raise ComingCheckError(f"blocks {node.start} to {node.end} are split for nobody")
         if found != wanted or len(found) != self._blocks:
@@ -250,10 +266,11 @@ class ComingBlocks:
                 node = self._split(node, place)
             node.counts[slot] = node.counts.get(slot, 0) + 1
             node.mask |= bit
+            node.passing += 1
         if place < length:
             leaf = node.children[chain[place]] = _Node(chain, place, length, node)
             self._blocks += length - place
-            leaf.counts[slot], leaf.mask = 1, bit
+            leaf.counts[slot], leaf.mask, leaf.passing = 1, bit, 1
             return leaf
         return node
 
@@ -264,6 +281,7 @@ class ComingBlocks:
         upper = _Node(node.chain, node.start, place, parent)
         upper.counts = node.counts.copy()
         upper.mask = node.mask
+        upper.passing = node.passing
         upper.children = {node.chain[place]: node}
         parent.children[node.chain[node.start]] = upper
         node.start, node.parent = place, upper

@@ -225,9 +225,12 @@ class Fleet:
         if columns is None:
             columns = self._table.columns(slots)
         hits = hit_tokens[slots if run is None else run]
-        stay_s = self._traffic[group.reference.model].stay_s(self._clock())
+        traffic = self._traffic[group.reference.model]
         return columns.candidates(
-            slots, hits, prompt_tokens, block_size, chain, most_tokens, stay_s
+            *(slots, hits, prompt_tokens, block_size, chain, most_tokens),
+            traffic.stay_s(self._clock()),
+            traffic.in_flight,
+            self.coming.sharing(chain, most),
         )
 
     def device_depths(self, chain: Sequence[bytes], mask: int, limit: int) -> NDArray[np.int64]:

@@ -44,6 +44,9 @@ class Candidates(NamedTuple):
     most_hit_tokens  the greatest of the hits; None: not known
     stay_s           seconds from a request's placement to its end, as this router's own requests
                      to the model stay at present; 0: unknown
+    in_flight        this router's requests to the model that have not ended
+    sharing          those of them whose prompts begin with all that any worker holds of this one,
+                     on its device or on its way
     """
 
     slots: IntArray
@@ -64,6 +67,8 @@ class Candidates(NamedTuple):
     s_per_pair: FloatArray | None = None
     most_hit_tokens: int | None = None
     stay_s: float = 0.0
+    in_flight: int = 0
+    sharing: int = 0
 
     @property
     def new_tokens(self) -> IntArray:

@@ -100,19 +100,24 @@ def marginal(
         own    = new × (1 + λ × new + batch)    its prefill, for which those that come meanwhile
                                                 wait, and all that are there: prefill goes before
                                                 decoding, and who waits before it decodes then
-        cost   = queued × (1 + stay / wait) + own
+        first  = queued, and where the holders suffice new × (1 + λ × new) as well
+        cost   = queued + own + first × stay / wait
 
     `queued + own` is what the time to the end of all answers grows by. What is queued already is
     not delayed by a newcomer, so `pending` is not multiplied by the batch as in `locality`.
-    `queued` is what the time to all first tokens grows by because of the queue. The two are weighed
-    by their present means, so that a per cent of the one is worth a per cent of the other, as in
-    the sum of log mean TTFT and log mean E2E. The means are those that the candidates show: a
+    `first` is what the time to all first tokens grows by. The two are weighed by their present
+    means, so that a per cent of the one is worth a per cent of the other, as in the sum of log mean
+    TTFT and log mean E2E. The means are those that the candidates show: a
     `wait = mean(pending + new)` and `stay = stay_s`; by Little's law `λ = mean(batch) / stay`.
     Nothing to tune: a fleet with backlogs everywhere waits long, and cares for the answers; one
     that is busy decoding cares for first tokens.
 
-    Its own prefill is not weighed as a first token: then short prompts would never go to a worker
-    that lacks their beginning, and agents crowd on the few that have it (docs/study).
+    Its own prefill counts as a first token only where those that hold most of the prompt are as
+    many, for their share of the fleet, as the requests in flight that share it (`covered`): then a
+    conversation stays where its history is. A prefix that more ask for than its holders can bear
+    shall spread: whoever computes it anew holds it too, and the next ones have a choice. Without
+    that, agents crowd on the few workers that have their system prompt (docs/study). The condition
+    is the one of LMetric's hotspot rule, with requests in flight for the arrivals.
 
     While nothing has been placed yet `stay_s` is unknown: `pending + new × (batch + 1)`. With no
     prefill speed measured there are no seconds, and it decides as `locality` does, in tokens.
@@ -133,13 +138,24 @@ def marginal(
         per_s, mean_wait = batch.sum() / len(batch) / stay_s, wait.sum() / len(wait)
         behind = work.new * per_s
         behind += 1.0
-        queued = work.pending * behind
-        queued *= 1.0 + stay_s / mean_wait
-        behind += batch
-        behind *= work.new
-        costs = behind
-        costs += queued
+        weight = 1.0 + stay_s / mean_wait
+        if covered(candidates):
+            costs = wait * behind
+            costs *= weight
+            costs += work.new * batch
+        else:
+            costs = work.pending * behind
+            costs *= weight
+            behind += batch
+            costs += work.new * behind
     return Decision(least(costs, candidates, 0.0, rng), costs)
+
+
+def covered(candidates: Candidates) -> bool:
+    """Whether those that hold most of the prompt are enough for those that share it: their share of
+    the workers is at least the share that these, this request included, have of all requests."""
+    holders = int(np.count_nonzero(candidates.hit_tokens == candidates.best_hit))
+    return (candidates.sharing + 1) * len(candidates.slots) <= holders * (candidates.in_flight + 1)
 
 
 class PrefillWork(NamedTuple):

@@ -165,6 +165,10 @@ def test_depths_are_the_longest_prefixes_of_requests_in_flight(script, queries):
             assert [coming.depth(slot, query) for slot in (0, 1, 70)] == [
                 wanted[slot] for slot in (0, 1, 70)
             ]
+            shared = [common(claimed, query) for _, claimed, _ in live]
+            for depth in range(1, len(query) + 1):
+                assert coming.sharing(query, depth) == sum(each >= depth for each in shared)
+            assert coming.sharing(query, 0) == 0
     for _, _, claim in live:
         coming.end(claim)
     coming.check()

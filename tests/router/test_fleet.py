@@ -99,6 +99,23 @@ def test_blocks_of_requests_in_flight_count_as_coming(fleet, clock):
     assert hits(fleet, chain=longer, prompt=80) == {"a": 0, "b": 40}
 
 
+def test_requests_in_flight_that_share_what_is_held_are_told(fleet):
+    for worker in ("w0", "w1"):
+        fleet.on_card(card(worker))
+    fleet.on_report(report("w0", stored=CHAIN[:1]))
+    other = CHAIN[:1] + chain_of(range(100, 116))
+    bookings = [fleet.book(slot_of(fleet, "w1"), f"r{i}", other, PROMPT, 0) for i in range(3)]
+    found = ask(fleet)
+    assert (found.in_flight, found.sharing, found.best_hit) == (3, 3, BLOCK_SIZE)
+    bookings.append(fleet.book(slot_of(fleet, "w0"), "r3", CHAIN, PROMPT, 0))
+    found = ask(fleet)  # that one brings all the others of the prompt, which no other request has
+    assert (found.in_flight, found.sharing, found.best_hit) == (4, 1, PROMPT - BLOCK_SIZE)
+    for booking in bookings:
+        fleet.release(booking)
+    found = ask(fleet)
+    assert (found.in_flight, found.sharing, found.best_hit) == (0, 0, BLOCK_SIZE)
+
+
 def test_a_request_that_fails_takes_its_expected_blocks_along(fleet):
     fleet.on_card(card("a"))
     fleet.release(fleet.book(slot_of(fleet, "a"), "r", CHAIN, PROMPT, hit_tokens=0))
