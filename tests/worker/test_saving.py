@@ -1,9 +1,11 @@
 """What is on the device alone is written to disk at an orderly end, and found by the next life."""
 
+from concurrent.futures import Future
+
 import pytest
 
 from tests.worker.scheduling import prompt_of
-from tests.worker.tiered_rig import TieredRig
+from tests.worker.tiered_rig import ByHand, TieredRig
 from worker.block_pool import InvariantError
 
 POOL = {"capacity_blocks": 40, "block_size": 4, "host_blocks": 8, "disk_blocks": 64}
@@ -22,6 +24,26 @@ class Time:
     def idle(self):
         self.rig.writer.run(1)
         self.now += 1.0
+
+
+class GoesOn(ByHand):
+    """A writer that gets on with its jobs after each one that is cancelled."""
+
+    def submit(self, fn, /, *args, **kwargs):
+        job = Cancelled(self)
+        self.jobs.append((job, fn, args))
+        return job
+
+
+class Cancelled(Future):
+    def __init__(self, writer):
+        super().__init__()
+        self.writer = writer
+
+    def cancel(self):
+        was_cancelled = super().cancel()
+        self.writer.run(2)
+        return was_cancelled
 
 
 def saved(rig, seconds=1000.0):
@@ -72,6 +94,15 @@ def test_when_time_runs_out_whole_chains_of_the_most_valuable_are_there():
     rig.add("latest again", [*prompt_of(12, first=3), 5])
     hashes = rig.core._scheduler.waiting["latest again"].hashes
     assert latest == frozenset(hashes[:3])
+
+
+def test_what_is_written_while_the_rest_is_dropped_is_whole_chains_too():
+    rig = first_life()
+    rig.writer = rig.core.tiers._writer = GoesOn()
+    count, _ = saved(rig, 0.0)
+    headers = [header for header, _ in rig.folder.files.values()]
+    assert count == len(headers) > 0
+    assert all(not h.parent or h.parent in rig.folder.files for h in headers)
 
 
 def test_nothing_is_saved_under_a_running_request():

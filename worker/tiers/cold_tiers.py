@@ -235,7 +235,7 @@ class ColdTiers:
     def end_writing(self) -> None:
         """Drop what waits to be written, let the file that is being written come to its end, remove
         what was flushed or given up, and write nothing any more."""
-        for job, *_ in self._writing:
+        for job, *_ in reversed(self._writing):  # the writer goes on: no block without its parent
             job.cancel()
         self._writer.shutdown()  # waits
         for job, _, twin, disk in self._writing:
