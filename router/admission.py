@@ -8,6 +8,9 @@ A request keeps its place from its arrival on. Where no worker is ready then, it
 
     arrives ──ready──▶ a worker is ready ──(is hashed)──place──▶ is the first, and there is room
 
+It keeps it also where it must be hashed anew, because others have replaced the workers for which it
+was hashed (`Outdated`).
+
 Requests are released in order of arrival, when something happens that may have made room: a
 report, the end of a request, a worker that is ready. One that is being hashed holds up those
 behind it, for the milliseconds that this takes.
@@ -26,10 +29,14 @@ from router.tokenization import Prompt
 SERVICE_UNAVAILABLE = "service_unavailable"
 
 
+class Outdated(Exception):
+    """The prompt was hashed for workers that have been replaced by others since: hash it anew."""
+
+
 class _Waiting:
     """A request in the queue; `placed` gets its place, or None where it must be hashed anew.
 
-    prompt     None until it was hashed
+    prompt     None until it was hashed, or while it must be hashed anew
     deadline   of the event loop's clock
     """
 
@@ -100,7 +107,8 @@ class Admission:
 
         A repeated attempt, which has workers `excluded`, has waited already and never does again.
         Raises RequestError (429, 503) where every worker is full or none is ready and the request
-        may not wait, or not longer.
+        may not wait, or not longer; Outdated where it has waited with another prompt than the
+        workers know by now.
         """
         waiting = self._waiting.get(request_id)
         if excluded or (waiting is None and model not in self._queues):
@@ -117,13 +125,16 @@ class Admission:
         self._look_soon()
         try:
             async with asyncio.timeout_at(waiting.deadline):
-                return await waiting.placed
+                placement = await waiting.placed
         except TimeoutError as error:
             self._forget(waiting)
             raise self._waited(model) from error
         except asyncio.CancelledError:
             self._forget(waiting)
             raise
+        if placement is None:
+            raise Outdated
+        return placement
 
     def leave(self, request_id: str) -> None:
         """The request has ended, however: it waits no more."""
@@ -215,8 +226,12 @@ class Admission:
             placement = self._dispatcher.place(waiting.model, waiting.prompt, waiting.request_id)
         except NoRoom:
             return False
-        if placement is None and not self._dispatcher.outdated(waiting.model, waiting.prompt):
-            return False  # no worker is ready; one may come
+        if placement is None:  # no worker is ready; one may come
+            if self._dispatcher.outdated(waiting.model, waiting.prompt):
+                waiting.prompt = None
+                waiting.placed.set_result(None)
+                waiting.placed = asyncio.get_running_loop().create_future()
+            return False
         waiting.placed.set_result(placement)
         return True
 

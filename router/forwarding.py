@@ -95,7 +95,8 @@ class Forwarder:
         self, client: Request, generate: GenerateRequest, prompt: Prompt, arrived: float
     ) -> Response | None:
         """Answer `client` from a worker: a whole answer is returned, a stream is written and
-        ended. Raises RequestError where none can serve.
+        ended. Raises RequestError where none can serve, Outdated where the prompt must be hashed
+        anew before anything is sent.
 
         `arrived` is `time.perf_counter()` at the request's arrival. When the client goes away
         the server cancels this call; the worker's connection is closed at once, which cancels

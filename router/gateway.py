@@ -25,7 +25,7 @@ from cluster.protocol import (
 )
 from cluster.settings import Settings
 from router.admin import Admin
-from router.admission import Admission, no_ready_worker
+from router.admission import Admission, Outdated, no_ready_worker
 from router.dispatch import Dispatcher
 from router.edge import (
     Edge,
@@ -252,9 +252,13 @@ class Gateway:
         if request.headers.get(HEADER_EXPLAIN) == "1":
             self.dispatcher.recent.want(request_id, asked.kind)
         try:
-            prompt, context_tokens = await self._prompt(asked, request_id)
-            generate = self._to_worker(asked, request_id, prompt, context_tokens)
-            return await self._forwarder.forward(request, generate, prompt, arrived)
+            while True:
+                prompt, context_tokens = await self._prompt(asked, request_id)
+                generate = self._to_worker(asked, request_id, prompt, context_tokens)
+                try:
+                    return await self._forwarder.forward(request, generate, prompt, arrived)
+                except Outdated:
+                    continue
         finally:
             self.admission.leave(request_id)
             self.dispatcher.shadows.ended(request_id)

@@ -2,9 +2,11 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
-from tests.router.support import Rig, card, report
+from cluster.blocks import unpack_tokens
+from tests.router.support import NAMESPACE, Rig, card, model_info, report
 from tests.router.test_admission import FULL, PROMPT, free, waits
 
 
@@ -197,3 +199,21 @@ async def test_explaining_and_listing_do_not_wait():
         body = {"model": "tiny", "prompt": PROMPT}
         assert (await rig.post("/admin/explain", body))[0] == 503
         assert (await rig.get("/v1/models/tiny"))[0] == 503
+
+
+async def test_one_hashed_for_workers_that_others_have_replaced_is_hashed_anew_in_its_place():
+    async with Rig(queue=5) as rig:
+        await rig.complete(PROMPT)  # the tokenizer is there from now on
+        rig.fleet.on_report(report("w0", load=FULL))
+        tasks = []
+        for number in range(2):
+            tasks.append(asyncio.create_task(rig.complete(f"{number}123456789ab")))
+            await waits(rig, number + 1)
+        rig.fleet.on_gone("w0", "it has left")
+        other = msgspec.structs.replace(NAMESPACE, weights="w2")
+        rig.workers[0].info = model_info(namespace=other)
+        rig.fleet.on_card(card("w1", address=rig.workers[0].address, namespace=other))
+        assert [(await task)[0] for task in tasks] == [200, 200]
+        first, second = (unpack_tokens(one.token_ids)[0] for one in rig.workers[0].requests[1:])
+        assert first < second, "in order of arrival"
+        assert rig.gateway.admission.waiting == 0
