@@ -50,7 +50,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     api_key              clients must send it as a bearer token; "" asks for none
     admin_key            for /admin; "" admits only clients on this machine
     max_body_bytes       longer request bodies are refused with 413
-    max_connections      of clients at once; further ones are answered 503 and closed
+    max_connections      of clients at once; then idle ones make way for further ones, or those are
+                         answered 503 and closed
     write_timeout_s      a client that takes nothing of its answer for so long is cut off, and its
                          request cancelled
     attempts             how many workers a request tries before it fails

@@ -240,6 +240,7 @@ class ClientConnection(asyncio.Protocol):
     def _enqueue(self, request: Request) -> None:
         self._waiting.append(request)
         if self.task is None:
+            self._server.idle.pop(self, None)
             self.task = self._loop.create_task(self._answer_waiting())
         elif len(self._waiting) >= MAX_AHEAD and not self._paused:
             self._paused = True
@@ -279,6 +280,8 @@ class ClientConnection(asyncio.Protocol):
         finally:
             self.task = None
             self.heard_at = self._loop.time()
+            if not self._lost:
+                self._server.idle[self] = None
         if self._throws_away:
             self._close_later()
         elif not request.keeps_alive or self._server.closing:

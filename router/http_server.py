@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
+from itertools import islice
 
 from cluster.protocol import RequestError
 from router.http_connection import ClientConnection
@@ -22,6 +24,14 @@ log = logging.getLogger(__name__)
 IDLE_S = 75.0
 """A connection is closed when for so long nothing was answered and neither a request began, nor
 was a head completed, nor anything of a body came: a head may not trickle in for ever."""
+
+MAKES_WAY_S = 5.0
+"""Where there is no room for a new connection, one that nobody has asked anything on for so long
+makes way: else whoever opens connections and sends nothing locks everybody out, and has the gateway
+restarted, as its health cannot be asked for."""
+
+MOST_LOOKED_AT = 16
+"""Connections that are looked at for that, those idle for the longest time first."""
 
 MAX_TURNED_AWAY = 256
 """So many clients that found no room may take their time to read that; more are cut at once."""
@@ -37,9 +47,10 @@ class HttpServer:
     answer           answers a complete request. Must not raise but when cancelled
     malformed        the refusal of what cannot be read: a reason and a status
     max_body_bytes   longer bodies are refused with `too_large`
-    max_connections  at once; further ones get the answer `full` and are closed
+    max_connections  at once; where none makes way, others get the answer `full` and are closed
     write_timeout_s  a client that takes nothing of its answer for so long is cut off
     counts           of connections
+    idle             connections on which nothing is being answered, the longest so first
     """
 
     def __init__(
@@ -65,6 +76,7 @@ class HttpServer:
         self.write_timeout_s = write_timeout_s
         self.counts = counts
         self.connections: set[ClientConnection] = set()
+        self.idle: OrderedDict[ClientConnection, None] = OrderedDict()
         self.turned_away: set[ClientConnection] = set()  # and not gone yet
         self.closing = False
         self._last_gone: asyncio.Future[None] | None = None
@@ -106,13 +118,14 @@ class HttpServer:
 
     def take(self, connection: ClientConnection) -> bool:
         """A client has connected. Returns whether its requests will be answered."""
-        if len(self.connections) >= self.max_connections:
+        if len(self.connections) >= self.max_connections and not self._makes_way():
             self.counts.refused += 1
             if len(self.turned_away) >= MAX_TURNED_AWAY:
                 connection.transport.abort()
             self.turned_away.add(connection)
             return False
         self.connections.add(connection)
+        self.idle[connection] = None
         self.counts.open = len(self.connections)
         return True
 
@@ -120,6 +133,7 @@ class HttpServer:
         """The connection has ended."""
         self.turned_away.discard(connection)
         self.connections.discard(connection)
+        self.idle.pop(connection, None)
         self.counts.open = len(self.connections)
         if self._last_gone is not None and not self.connections and not self._last_gone.done():
             self._last_gone.set_result(None)
@@ -143,6 +157,17 @@ class HttpServer:
                 connection.transport.abort()
             elif connection.task is None and connection.heard_at < now - IDLE_S:
                 connection.transport.close()  # what it still reads it gets
+
+    def _makes_way(self) -> bool:
+        """End an idle connection for a new one. Returns whether there was one."""
+        latest = asyncio.get_running_loop().time() - MAKES_WAY_S
+        for connection in islice(self.idle, MOST_LOOKED_AT):
+            if connection.heard_at <= latest and not connection.unsent_bytes:
+                connection.transport.abort()
+                self.connections.discard(connection)
+                del self.idle[connection]
+                return True
+        return False
 
     def _sweep_on(self) -> None:
         loop = asyncio.get_running_loop()

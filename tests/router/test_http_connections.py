@@ -291,6 +291,35 @@ def test_beyond_the_bound_connections_are_turned_away_and_the_others_served(run)
 
 
 @LOOPS
+def test_where_there_is_no_room_who_is_silent_makes_way_and_who_waits_for_an_answer_does_not(
+    run, monkeypatch
+):
+    monkeypatch.setattr(http_server, "MAKES_WAY_S", 0.0)
+
+    async def crowd():
+        async with Site(max_connections=3) as site:
+            busy, writer = await site.connect()
+            writer.write(GET.replace(b"/echo", b"/wait"))
+            await site.began.wait()
+            (silent, _), (served, writer) = await site.connect(), await site.connect()
+            writer.write(GET)
+            assert (await answer(served))[0] == 200
+            for passed in (silent, served):
+                reader, writer = await site.connect()
+                writer.write(GET.replace(b"/echo", b"/wait"))
+                assert await closed(passed)
+                while len(site.server.idle) != (passed is silent):  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            reader, _ = await site.connect()
+            assert (await answer(reader))[0] == 503, "all wait for an answer"
+            assert (site.server.counts.refused, site.server.counts.open) == (1, 3)
+            assert not busy.at_eof()
+        assert not site.server.idle
+
+    run(crowd())
+
+
+@LOOPS
 def test_of_those_turned_away_only_so_many_may_linger(run, monkeypatch):
     monkeypatch.setattr(http_server, "MAX_TURNED_AWAY", 2)
 
