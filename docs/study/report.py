@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from html import escape
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+import drawings
 
 Row = dict[str, Any]
 FIELDS = ("workload", "load", "capacity", "workers", "delay_ms")
 BOUNDS = {"ttft_s": 1.05, "e2e_s": 1.05, "ttft_p99_s": 1.10}
 """How far above the least `marginal` may be."""
 KEPT_BOUND = 0.95
+WORKLOADS = (
+    *("conversation", "whole conversation", "shared_prefix", "chat", "agent", "rag"),
+    *("rag_shuffled", "no_sharing", "hot_prefix"),
+)
+"""In the order in which they are told."""
 BEFORE = "marginal, as it was"
 COMPARED = (
     *("marginal", BEFORE, "locality", "ttft", "additive", "least_tokens", "llmd", "sglang"),
@@ -48,11 +54,12 @@ COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
 
 
 def write(folder: Path, results: Path) -> None:
-    """results.md and one drawing a cell's mean TTFT, from the lines of `results`."""
+    """results.md and the drawings, from the lines of `results`."""
     lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
     cells: dict[tuple[Any, ...], list[Row]] = {}
     for row in over_seeds(lines):
-        cells.setdefault(tuple(row[field] for field in FIELDS), []).append(row)
+        cells.setdefault(_cell(row), []).append(row)
+    cells = dict(sorted(cells.items(), key=_order))
     parts = [
         "# Results\n",
         "Made by `study.py report`; see [README.md](README.md). Means over the seeds, in brackets "
@@ -60,13 +67,17 @@ def write(folder: Path, results: Path) -> None:
         _counts(cells.values()),
         _verdicts(cells.values()),
     ]
-    for old in folder.glob("cell-*.svg"):
+    for old in folder.glob("*.svg"):
         old.unlink()
-    for index, found in enumerate(cells.values()):
-        name = f"cell-{index:02d}.svg"
-        title = _title(found[0])
-        (folder / name).write_text(_bars(title, found), encoding="utf-8")
-        parts += [f"\n## {title}\n", f"![mean TTFT]({name})\n", _table(found)]
+    every = list(cells.values())
+    _draw(folder / "ratios.svg", _ratios(every))
+    parts.append("\n![how far each policy is above the best](ratios.svg)\n")
+    for workload, those in _over_load(every).items():
+        name = f"load-{workload}.svg"
+        _draw(folder / name, drawings.over_load(f"{workload}, 16 workers, medium KV", those))
+        parts.append(f"\n![{workload} over the load]({name})\n")
+    for found in every:
+        parts += [f"\n## {_title(found[0])}\n", _table(found)]
     (folder / "results.md").write_text("\n".join(parts), encoding="utf-8")
 
 
@@ -89,6 +100,18 @@ def over_seeds(lines: Iterable[Row]) -> list[Row]:
             }
         )
     return rows
+
+
+def _cell(row: Row) -> tuple[Any, ...]:
+    return tuple(row[field] for field in FIELDS)
+
+
+def _order(cell: tuple[tuple[Any, ...], list[Row]]) -> tuple[Any, ...]:
+    """The trace first, then by workload; loads of the first size, then the sizes."""
+    workload, load, capacity, workers, delay_ms = cell[0]
+    plain = (capacity, workers, delay_ms) == ("medium", 16, 0.0)
+    sizes = ("tight", "medium", "ample").index(capacity)
+    return (WORKLOADS.index(workload), not plain, workers, delay_ms, sizes, load)
 
 
 def _title(row: Row) -> str:
@@ -199,30 +222,57 @@ def _against(found: dict[str, float]) -> str:
     return ", ".join(parts)
 
 
-WIDTH, BAR, LEFT, TOP = 720, 20, 220, 44
+def _draw(file: Path, drawing: str) -> None:
+    file.write_text(drawing, encoding="utf-8")
 
 
-def _bars(title: str, rows: Sequence[Row]) -> str:
-    """Horizontal bars of mean TTFT with a mark at its 99th percentile, least first."""
-    real = sorted((row for row in rows if not _is_variant(row)), key=lambda row: row["ttft_s"])
-    top = max(row["ttft_s"] for row in real) or 1.0
-    scale = (WIDTH - LEFT - 90) / top
-    height = TOP + BAR * len(real) + 10
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
-        f'<text x="8" y="18" font-weight="bold">{escape(title)}</text>',
-        '<text x="8" y="34" fill="#555">mean time to first token, seconds</text>',
-    ]
-    for index, row in enumerate(real):
-        y = TOP + BAR * index
-        colour = {"marginal": "#0b6e4f", "locality": "#1f5fa8"}.get(row["policy"], "#9aa5b1")
-        parts += [
-            f'<text x="{LEFT - 8}" y="{y + 14}" text-anchor="end">{escape(row["policy"])}</text>',
-            f'<rect x="{LEFT}" y="{y + 3}" width="{row["ttft_s"] * scale:.1f}" '
-            f'height="{BAR - 6}" fill="{colour}"/>',
-            f'<text x="{LEFT + row["ttft_s"] * scale + 6:.1f}" y="{y + 14}">'
-            f"{row['ttft_s']:.2f}</text>",
+def _over_load(cells: Iterable[list[Row]]) -> dict[str, dict[str, drawings.Series]]:
+    """Of each workload that ran at several loads: measure, policy, (load, seconds)."""
+    found: dict[str, list[Row]] = defaultdict(list)
+    for rows in cells:
+        if _plain(rows[0]):
+            found[rows[0]["workload"]] += _policies(rows)
+    drawn: dict[str, dict[str, drawings.Series]] = {}
+    for workload, rows in found.items():
+        if len({row["load"] for row in rows}) < 2:
+            continue
+        drawn[workload] = {
+            words: {
+                policy: sorted((r["load"], r[field]) for r in rows if r["policy"] == policy)
+                for policy in drawings.COLOURS
+            }
+            for field, words in (("ttft_s", "mean TTFT"), ("e2e_s", "mean time to the end"))
+        }
+    return drawn
+
+
+def _plain(row: Row) -> bool:
+    return (row["capacity"], row["workers"], row["delay_ms"]) == ("medium", 16, 0.0)
+
+
+def _ratios(cells: Sequence[list[Row]]) -> str:
+    """All cells at a glance."""
+    names = {"ttft_s": "mean TTFT", "e2e_s": "mean E2E", "ttft_p99_s": "p99 TTFT"}
+    measures = {
+        words: [
+            drawings.Column(
+                rows[0]["workload"].removeprefix("whole "),
+                _varied(rows[0]),
+                {row["policy"]: ratios(row, rows)[field] for row in _policies(rows)},
+            )
+            for rows in cells
         ]
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        for field, words in names.items()
+    }
+    title = "Above the best policy of the cell by"
+    return drawings.ratios(title, list(drawings.COLOURS), measures)
+
+
+def _varied(row: Row) -> str:
+    """What a cell differs in, such as "90 % tight"."""
+    parts = [f"{row['load']:.0%}"]
+    parts += ["whole"] if row["workload"].startswith("whole") else []
+    parts += [row["capacity"]] if row["capacity"] != "medium" else []
+    parts += [f"{row['workers']} w."] if row["workers"] != 16 else []
+    parts += [f"{row['delay_ms']:g} ms"] if row["delay_ms"] else []
+    return " ".join(parts)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +39,8 @@ SLO = Slo(ttft_ms=5000.0, tpot_ms=100.0)
 SEEDS = (0, 1)
 """Of workload, arrivals and ties; of the trace another window."""
 CONVERSATION = "conversation"
+WHOLE_TRACE = "whole conversation"
+TRACED = (CONVERSATION, WHOLE_TRACE)
 CONVERSATION_REQUESTS = 2000
 SYNTHETIC_BLOCK = 128
 
@@ -82,6 +85,9 @@ WORKLOADS: dict[str, dict[str, object]] = {
     },
 }
 
+OFTEN = {"shared_prefix": "users", "chat": "users", "agent": "tasks"}
+"""What four times as many workers multiply: how often is asked, not what."""
+
 KV_TOKENS = {"tight": 129_024, "medium": 258_048, "ample": 1_032_192}
 """Of a worker; medium is what the profile's chip holds."""
 
@@ -98,13 +104,10 @@ CORE = (
     "additive",
     "least_tokens",
 )
-"""In every cell, with both seeds."""
+"""In every cell, with both seeds unless it is one of `ONE_SEED`."""
 TUNED = (
-    "dynamo:overlap_weight=0.5",
-    "dynamo:overlap_weight=2",
-    "dynamo:overlap_weight=4",
-    "llmd:prefix_weight=1",
-    "llmd:prefix_weight=8",
+    *(f"dynamo:overlap_weight={weight}" for weight in (0.5, 2, 4, 8, 16, 32)),
+    *(f"llmd:prefix_weight={weight}" for weight in (0.5, 1, 2, 8, 16)),
 )
 """Linear policies at other weights."""
 
@@ -147,6 +150,30 @@ CELLS = [
     BASE._replace(delay_ms=50.0),
     BASE._replace(workers=64),
 ]
+LOADS = (0.5, 0.7, 1.1)
+"""Beside the 90 % of the first cell."""
+CROSSED = [
+    *(BASE._replace(workload=name, load=load) for name in WORKLOADS for load in LOADS),
+    *(
+        BASE._replace(workload=name, capacity=size)
+        for size in ("tight", "ample")
+        for name in WORKLOADS
+    ),
+    *(BASE._replace(workload=name, delay_ms=500.0) for name in WORKLOADS),
+    *(BASE._replace(workload=name, workers=64) for name in WORKLOADS),
+    *(BASE._replace(capacity=size, load=load) for size in ("tight", "ample") for load in LOADS),
+]
+"""Synthetic workloads under what was varied for the trace, and its sizes under other loads."""
+WHOLE = BASE._replace(workload=WHOLE_TRACE)
+ONE_SEED = {
+    WHOLE,
+    *(
+        c
+        for c in CROSSED
+        if c not in CELLS and (c.load == BASE.load or c.capacity != BASE.capacity)
+    ),
+}
+CELLS += [*(cell for cell in CROSSED if cell not in CELLS), WHOLE]
 ABLATED = CELLS[:3]
 """Here the variants of `marginal` run as well, and the tuned policies."""
 ALSO_TUNED = [BASE._replace(workload=name) for name in ("shared_prefix", "hot_prefix", "rag")]
@@ -156,18 +183,31 @@ ALSO_TUNED = [BASE._replace(workload=name) for name in ("shared_prefix", "hot_pr
 def more_of(cell: Cell) -> list[str]:
     """What runs beside `CORE`."""
     names = list(variants.VARIANTS if cell in ABLATED else variants.EVERYWHERE)
+    if cell in ONE_SEED:
+        names = [variants.BEFORE]
     if cell in ALSO_TUNED:
         names.append(variants.WITHOUT_COMING)
     if cell in ABLATED or cell in ALSO_TUNED:
         names += TUNED
     if cell == BASE:
         names += others()
-    return names
+    return list(dict.fromkeys(names))
 
 
 def others() -> list[str]:
-    """All other policies there are: with both seeds in the first cell, elsewhere with one."""
+    """All other policies there are: with both seeds in the first cell, with one in those of 16
+    workers that have two."""
     return [name for name in available() if name not in CORE]
+
+
+def planned(cells: list[Cell]) -> Iterator[tuple[Cell, int, list[str]]]:
+    """What runs in these cells, in the order in which it does."""
+    for cell in cells:
+        for seed in SEEDS[:1] if cell in ONE_SEED else SEEDS:
+            yield cell, seed, [*CORE, *more_of(cell)]
+    for cell in cells:
+        if cell not in ONE_SEED and cell.workers == BASE.workers:
+            yield cell, SEEDS[0], others()
 
 
 def make(name: str) -> Policy:
@@ -185,7 +225,7 @@ class Study:
 
     def fleet(self, cell: Cell) -> FleetOptions:
         """The cell's fleet."""
-        block_size = 512 if cell.workload == CONVERSATION else SYNTHETIC_BLOCK
+        block_size = 512 if cell.workload in TRACED else SYNTHETIC_BLOCK
         delay_s = cell.delay_ms / 1e3
         return FleetOptions(
             workers=cell.workers,
@@ -201,7 +241,7 @@ class Study:
         """The cell's requests, at its load."""
         rate = cell.load * self.saturation(cell, seed)
         requests = self._requests(cell.workload, cell.workers, 0.0, seed)
-        if cell.workload == CONVERSATION:
+        if cell.workload in TRACED:
             own_rate = len(requests) / requests[-1].arrival_s
             requests = [
                 msgspec.structs.replace(r, arrival_s=r.arrival_s * own_rate / rate)
@@ -219,7 +259,12 @@ class Study:
         scale = max(1, workers // 16)
         if workload == CONVERSATION:
             return self._window(CONVERSATION_REQUESTS * scale, seed)
-        made = make_workload(workload.removesuffix("_shuffled"), WORKLOADS[workload])
+        if workload == WHOLE_TRACE:
+            return read_trace([self._trace], "mooncake", TraceOptions()).requests
+        parameters = dict(WORKLOADS[workload])
+        often = OFTEN.get(workload, "num_prompts")
+        parameters[often] = scale * int(str(parameters[often]))
+        made = make_workload(workload.removesuffix("_shuffled"), parameters)
         arrivals = Arrivals(request_rate=rate or float("inf"))
         return trace_of(arrange(made, arrivals, seed), SYNTHETIC_BLOCK)
 
@@ -236,7 +281,7 @@ class Study:
             if row["seed"] == seed and cell == cell_of(row)._replace(load=0.0, delay_ms=0.0):
                 return float(row["saturation_rate"])
         fleet = self.fleet(cell)
-        if cell.workload == CONVERSATION:
+        if cell.workload in TRACED:
             asked = asked_of(
                 self._requests(cell.workload, cell.workers, 0.0, seed), fleet.block_size
             )
@@ -312,14 +357,9 @@ def main() -> None:
         parser.error("run needs --trace: the Mooncake conversation trace")
     study = Study(given.trace)
     wanted = [cell for cell in CELLS if given.only in cell.name and given.without not in cell.name]
-    for cell, names, seeds in (
-        *((c, CORE, SEEDS) for c in wanted),
-        *((c, more_of(c), SEEDS) for c in wanted),
-        *((c, others(), SEEDS[:1]) for c in wanted),
-    ):
-        for seed in seeds:
-            done = {row["policy"] for row in rows() if (cell_of(row), row["seed"]) == (cell, seed)}
-            study.add(cell, seed, [name for name in names if name not in done])
+    for cell, seed, names in planned(wanted):
+        done = {row["policy"] for row in rows() if (cell_of(row), row["seed"]) == (cell, seed)}
+        study.add(cell, seed, [name for name in names if name not in done])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Variants of `marginal`, each with one thing changed, so that a reader sees what it contributes.
 
-`marginal` is `pending × behind × (1 + stay / wait) + new × (behind + batch)` in seconds, with
-`behind = 1 + λ × new`; see `router.policies.scores`. Where that is not known yet, the variants
-decide as it does.
+`marginal` is `(pending + new) × behind + new × batch + first × stay / wait` in seconds, with
+`behind = 1 + λ × new` and `first` what delays first tokens; see `router.policies.scores`.
+Where that is not known yet, the variants decide as it does.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def marginal(candidates: Candidates) -> FloatArray:
 class Parts(NamedTuple):
     """pending, new   seconds, `[n]`
     behind         1 + those that come behind it, for each second, `[n]`
-    weight         of the wait in the queue: 1 + stay / mean wait
+    weight         of what delays first tokens: 1 + stay / mean wait
     batch          `[n]`
+    covered        whether those that hold most of the prompt suffice for those that share it
     """
 
     pending: FloatArray
@@ -40,14 +41,18 @@ class Parts(NamedTuple):
     behind: FloatArray
     weight: float
     batch: IntArray
+    covered: bool
 
     def cost(self) -> FloatArray:
         """The formula."""
-        queued = self.pending * self.behind * self.weight
-        return queued + self.new * (self.behind + self.batch)
+        first = self.pending * self.behind
+        if self.covered:
+            first = first + self.new * self.behind
+        ends = (self.pending + self.new) * self.behind + self.new * self.batch
+        return ends + first * (self.weight - 1)
 
 
-def from_parts(change: Callable[[Parts], FloatArray]) -> Score:
+def from_parts(change: Callable[[Parts], Parts]) -> Score:
     """Where `stay_s` is known."""
 
     def score(candidates: Candidates) -> FloatArray:
@@ -56,30 +61,36 @@ def from_parts(change: Callable[[Parts], FloatArray]) -> Score:
             return marginal(candidates)
         behind = 1.0 + work.new * candidates.batch.mean() / stay_s
         weight = 1.0 + stay_s / float((work.pending + work.new).mean())
-        return change(Parts(work.pending, work.new, behind, weight, candidates.batch))
+        covered = scores.covered(candidates)
+        parts = Parts(work.pending, work.new, behind, weight, candidates.batch, covered)
+        return change(parts).cost()
 
     return score
 
 
-def none_behind(parts: Parts) -> FloatArray:
+def none_behind(parts: Parts) -> Parts:
     """Those that come behind it not counted."""
-    return parts.pending * parts.weight + parts.new * (1 + parts.batch)
+    return parts._replace(behind=np.ones_like(parts.behind))
 
 
-def unweighed(parts: Parts) -> FloatArray:
+def unweighed(parts: Parts) -> Parts:
     """The time to the end of answers alone."""
-    return parts.pending * parts.behind + parts.new * (parts.behind + parts.batch)
+    return parts._replace(weight=1.0)
 
 
-def prefill_weighed(parts: Parts) -> FloatArray:
-    """Its own prefill weighed as a first token, as the wait in the queue is."""
-    first = (parts.pending + parts.new) * parts.behind
-    return first * parts.weight + parts.new * parts.batch
+def always_first(parts: Parts) -> Parts:
+    """Its own prefill weighed as a first token, however many share its prefix."""
+    return parts._replace(covered=True)
 
 
-def five_times(parts: Parts) -> FloatArray:
-    """The queue weighed five times, whatever the fleet is doing."""
-    return parts._replace(weight=5.0).cost()
+def never_first(parts: Parts) -> Parts:
+    """Only the queue weighed."""
+    return parts._replace(covered=False)
+
+
+def five_times(parts: Parts) -> Parts:
+    """First tokens weighed five times, whatever the fleet is doing."""
+    return parts._replace(weight=5.0)
 
 
 def before(candidates: Candidates) -> FloatArray:
@@ -130,13 +141,15 @@ def _variant(score: Score, tie: float = 0.0) -> Callable[[], Policy]:
 
 
 BEFORE = "marginal, as it was"
-WEIGHED_TOO = "marginal, own prefill weighed too"
+ALWAYS = "marginal, own prefill always first"
+NEVER = "marginal, own prefill never first"
 WITHOUT_COMING = "marginal, hits on their way not counted"
 VARIANTS: dict[str, Callable[[], Policy]] = {
     BEFORE: _variant(before, 0.01),
     "marginal, those behind not counted": _variant(from_parts(none_behind)),
     "marginal, ends of answers alone": _variant(from_parts(unweighed)),
-    WEIGHED_TOO: _variant(from_parts(prefill_weighed)),
+    ALWAYS: _variant(from_parts(always_first)),
+    NEVER: _variant(from_parts(never_first)),
     "marginal, weight 5": _variant(from_parts(five_times)),
     "marginal, pending left out": _variant(no_pending),
     "marginal, running only": _variant(running_only),
@@ -146,8 +159,8 @@ VARIANTS: dict[str, Callable[[], Policy]] = {
     "marginal, memory": _variant(with_memory),
     "marginal, ties of 1 %": _variant(marginal, 0.01),
 }
-EVERYWHERE = (BEFORE, WEIGHED_TOO)
-"""In every cell."""
+EVERYWHERE = (BEFORE, ALWAYS, NEVER)
+"""In every cell that has two seeds; the first in all."""
 
 
 def prepare(name: str, fleet: Fleet) -> None:

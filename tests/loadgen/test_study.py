@@ -37,18 +37,25 @@ GIVEN = candidates(
 )
 
 
+COVERED = GIVEN._replace(in_flight=9)  # two of three hold what one of ten asks for
+SCENES = pytest.mark.parametrize("given", [GIVEN, COVERED], ids=["in demand", "covered"])
+
+
+@SCENES
 @pytest.mark.parametrize("name", variants.VARIANTS)
-def test_every_variant_decides(name):
-    costs = variants.VARIANTS[name]().choose(GIVEN, random.Random(0)).costs
+def test_every_variant_decides(name, given):
+    costs = variants.VARIANTS[name]().choose(given, random.Random(0)).costs
     assert costs.shape == (3,)
     assert np.isfinite(costs).all()
-    same = name in (variants.WITHOUT_COMING, "marginal, ties of 1 %")
-    assert np.allclose(costs, choose("marginal", GIVEN).costs, rtol=1e-12) == same
+    here = variants.ALWAYS if given is COVERED else variants.NEVER
+    same = name in (variants.WITHOUT_COMING, "marginal, ties of 1 %", here)
+    assert np.allclose(costs, choose("marginal", given).costs, rtol=1e-12) == same
 
 
-def test_the_formula_that_the_study_writes_down_is_the_routers():
-    whole = variants.from_parts(variants.Parts.cost)(GIVEN)
-    np.testing.assert_allclose(whole, choose("marginal", GIVEN).costs, rtol=1e-12)
+@SCENES
+def test_the_formula_that_the_study_writes_down_is_the_routers(given):
+    whole = variants.from_parts(lambda parts: parts)(given)
+    np.testing.assert_allclose(whole, choose("marginal", given).costs, rtol=1e-12)
 
 
 def test_lacking_blocks_count_as_prefill():
