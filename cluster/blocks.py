@@ -35,6 +35,9 @@ MAX_DEPTH = 65_535
 KEPT_SPLITTERS = 512
 """Sizes up to which what splits so many hashes is kept: those of reports, not of whole sets."""
 
+KEPT_DEPTHS = [depth.to_bytes(2, "little") for depth in range(8192)]
+"""Packed depths of all but very long prompts: half a megabyte."""
+
 DOMAIN = b"stemroute/block-chain/2"
 
 
@@ -130,14 +133,21 @@ def hash_blocks(parent: bytes, packed: bytes, block_size: int) -> list[bytes]:
     sha256 = hashlib.sha256
     step = 4 * block_size
     first, count = _depth_after(parent), len(packed) // step
-    depths = np.minimum(np.arange(first, first + count), MAX_DEPTH).astype("<u2").tobytes()
     hashes = []
-    for place in range(count):
-        part = packed[place * step : place * step + step]
-        digest = sha256(parent + part).digest()
-        parent = digest[:DIGEST_BYTES] + depths[2 * place : 2 * place + 2]
+    for start, depth in zip(
+        range(0, count * step, step), _packed_depths(first, count), strict=True
+    ):
+        digest = sha256(parent + packed[start : start + step]).digest()
+        parent = digest[:DIGEST_BYTES] + depth
         hashes.append(parent)
     return hashes
+
+
+def _packed_depths(first: int, count: int) -> Sequence[bytes]:
+    """The ends of `count` hashes from depth `first` on."""
+    if first + count <= len(KEPT_DEPTHS):
+        return KEPT_DEPTHS[first : first + count]
+    return [min(depth, MAX_DEPTH).to_bytes(2, "little") for depth in range(first, first + count)]
 
 
 def _depth_after(parent: bytes) -> int:
