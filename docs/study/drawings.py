@@ -6,6 +6,7 @@ ratios(title, policies, cells)  how far each policy is above the best, cell by c
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import groupby
@@ -90,7 +91,7 @@ def _apart(wanted: Sequence[float], lowest: float) -> list[float]:
 
 
 class Column(NamedTuple):
-    """One cell of the study. `ratio`: of each policy to the best, 1 or more; None: not run."""
+    """One cell of the study. `ratio`: of each policy that ran to the best, 1 or more."""
 
     group: str
     name: str
@@ -109,6 +110,7 @@ STEPS = (
 """Above the best by so much at most: colour and words."""
 
 BOX, ROW_NAMES, HEADS = 15, 110, 84
+SQUARE = f"h{BOX - 1}v{BOX - 1}h{1 - BOX}z"
 
 
 def ratios(title: str, policies: Sequence[str], measures: Mapping[str, Sequence[Column]]) -> str:
@@ -139,6 +141,7 @@ def _field(
         y = top + HEADS + BOX * row + 11
         yield _text(ROW_NAMES - 8, y, policy, 'text-anchor="end"')
     x, before = float(ROW_NAMES), ""
+    boxes: defaultdict[str, str] = defaultdict(str)
     for column in columns:
         if before != column.group:
             x += 6 if before else 0
@@ -148,15 +151,12 @@ def _field(
         yield _text(x + 11, top + HEADS - 4, column.name, turned, size=10)
         for row, policy in enumerate(policies):
             ratio = column.ratio.get(policy)
-            if ratio is None:
-                continue
-            colour = next(colour for most, colour, _ in STEPS if ratio <= most)
-            yield (
-                f'<rect x="{x:.0f}" y="{top + HEADS + BOX * row:.0f}" width="{BOX - 1}" '
-                f'height="{BOX - 1}" fill="{colour}"><title>{escape(policy)}, '
-                f"{escape(column.group)} {escape(column.name)}: {ratio - 1:+.0%}</title></rect>"
-            )
+            if ratio is not None:
+                colour = next(colour for most, colour, _ in STEPS if ratio <= most)
+                boxes[colour] += f"M{x:.0f} {top + HEADS + BOX * row:.0f}{SQUARE}"
         x += BOX
+    for colour, path in boxes.items():
+        yield f'<path d="{path}" fill="{colour}"/>'
 
 
 def _text(x: float, y: float, text: str, more: str = "", size: int = 12) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -10,8 +9,8 @@ from statistics import mean
 from typing import Any
 
 import drawings
+from results import Row, read
 
-Row = dict[str, Any]
 FIELDS = ("workload", "load", "capacity", "workers", "delay_ms")
 BOUNDS = {"ttft_s": 1.05, "e2e_s": 1.05, "ttft_p99_s": 1.10}
 """How far above the least `marginal` may be."""
@@ -53,9 +52,9 @@ COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
 }
 
 
-def write(folder: Path, results: Path) -> None:
-    """results.md and the drawings, from the lines of `results`."""
-    lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+def write(folder: Path, file: Path) -> None:
+    """results.md and the drawings, from the rows of `file`."""
+    lines = read(file)
     cells: dict[tuple[Any, ...], list[Row]] = {}
     for row in over_seeds(lines):
         cells.setdefault(_cell(row), []).append(row)

@@ -1,6 +1,6 @@
 """The study of routing policies: cells of a grid, each policy simulated in each.
 
-    python docs/study/study.py run --trace FILE   append to results.jsonl what lacks
+    python docs/study/study.py run --trace FILE   append to results.csv what lacks
     python docs/study/study.py report             write results.md and the drawings
 
 Run it from the project's root. What a cell is and what is varied stands in README.md beside it.
@@ -9,15 +9,14 @@ Run it from the project's root. What a cell is and what is varied stands in READ
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import report
+import results
 import variants
 
 from loadgen.arrivals import Arrivals, arrange
@@ -33,7 +32,7 @@ from router.policies import Policy, available, parse_policy
 from worker.emulated_profiles import profile_of
 
 FOLDER = Path(__file__).parent
-RESULTS = FOLDER / "results.jsonl"
+RESULTS = FOLDER / "results.csv"
 PROFILE = "h20-qwen3-30b-a3b"
 SLO = Slo(ttft_ms=5000.0, tpot_ms=100.0)
 SEEDS = (0, 1)
@@ -277,7 +276,7 @@ class Study:
         return [msgspec.structs.replace(r, arrival_s=r.arrival_s - began_s) for r in window]
 
     def _find_saturation(self, cell: Cell, seed: int) -> float:
-        for row in rows():
+        for row in results.read(RESULTS):
             if row["seed"] == seed and cell == cell_of(row)._replace(load=0.0, delay_ms=0.0):
                 return float(row["saturation_rate"])
         fleet = self.fleet(cell)
@@ -297,18 +296,15 @@ class Study:
         asked = self.asked(cell, seed)
         for name in names:
             row = self.run(cell, seed, asked, name)
-            with RESULTS.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            results.append(RESULTS, row)
             print(f"{cell.name}, seed {seed}: {name} {row['ttft_s']:.2f} s", flush=True)
 
-    def run(self, cell: Cell, seed: int, asked: list[Asked], name: str) -> dict[str, object]:
+    def run(self, cell: Cell, seed: int, asked: list[Asked], name: str) -> results.Row:
         """One policy in one cell, as a line of the results."""
-        began = time.process_time()
         fleet = self.fleet(cell)
         simulated = SimulatedFleet(fleet, make(name), seed)
         variants.prepare(name, simulated.router)
         arm = measure_repeats([simulated.replay(asked, name)], SLO, simulated.workers)
-        stats = simulated.stats().values()
         return {
             **cell._asdict(),
             "policy": name,
@@ -325,19 +321,10 @@ class Study:
             "ideal": ideal_of(asked, fleet.block_size).cached_token_ratio,
             "imbalance": arm.imbalance,
             "errors": arm.errors,
-            "preemptions": sum(one.preemptions for one in stats),
-            "cpu_s": time.process_time() - began,
         }
 
 
-def rows() -> list[dict[str, Any]]:
-    """What the results hold already."""
-    if not RESULTS.exists():
-        return []
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()]
-
-
-def cell_of(row: dict[str, Any]) -> Cell:
+def cell_of(row: results.Row) -> Cell:
     """The cell of a line of the results."""
     return Cell(*(row[field] for field in Cell._fields))
 
@@ -358,7 +345,11 @@ def main() -> None:
     study = Study(given.trace)
     wanted = [cell for cell in CELLS if given.only in cell.name and given.without not in cell.name]
     for cell, seed, names in planned(wanted):
-        done = {row["policy"] for row in rows() if (cell_of(row), row["seed"]) == (cell, seed)}
+        done = {
+            row["policy"]
+            for row in results.read(RESULTS)
+            if (cell_of(row), row["seed"]) == (cell, seed)
+        }
         study.add(cell, seed, [name for name in names if name not in done])
 
 

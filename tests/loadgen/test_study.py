@@ -2,6 +2,7 @@
 
 import importlib.util
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,18 @@ def load(name: str):
 
 
 variants = load("variants")
+
+
+@pytest.fixture
+def study(monkeypatch):
+    """The study's modules, which import one another by their bare names."""
+    monkeypatch.syspath_prepend(str(STUDY))
+    for name in ("drawings", "report", "results", "study", "variants"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module("study")
+    for name in ("drawings", "report", "results", "study", "variants"):
+        sys.modules.pop(name, None)
+
 
 GIVEN = candidates(
     prompt=8000,
@@ -64,3 +77,28 @@ def test_lacking_blocks_count_as_prefill():
     more = variants.VARIANTS["marginal, memory"]().choose(GIVEN, random.Random(0)).costs - plain
     new_s = 4000 * 1e-4 + (8000**2 - 4000**2) / 2 * 1e-9
     np.testing.assert_allclose(more, [0, 0, 3952 * new_s / 4000 * 5], rtol=1e-12)
+
+
+def test_tables_and_drawings_are_those_of_the_rows(study, tmp_path):
+    study.report.write(tmp_path, study.RESULTS)
+    made = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    kept = {file.name: file.read_text() for file in STUDY.iterdir() if file.suffix == ".svg"}
+    assert made == kept | {"results.md": (STUDY / "results.md").read_text()}
+
+
+def test_every_planned_row_is_there_once(study):
+    rows = study.results.read(study.RESULTS)
+    found = [(study.cell_of(row), row["seed"], row["policy"]) for row in rows]
+    planned = {
+        (cell, seed, name) for cell, seed, names in study.planned(study.CELLS) for name in names
+    }
+    assert len(found) == len(set(found))
+    assert planned <= set(found)
+
+
+def test_a_row_is_read_as_it_was_written(study, tmp_path):
+    row = dict(study.results.read(study.RESULTS)[0])
+    row |= {"ttft_s": 12.3456789, "saturation_rate": 1 / 3, "policy": "marginal, ties of 1 %"}
+    for _ in range(2):
+        study.results.append(tmp_path / "rows.csv", row)
+    assert study.results.read(tmp_path / "rows.csv") == [row | {"ttft_s": 12.346}] * 2
