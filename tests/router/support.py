@@ -182,6 +182,18 @@ class FakeWorker:
             HEADER_HIT_TOKENS: str(hit),
         }
 
+    def begin(self) -> Answer:
+        """Stream the event "first", and nothing more."""
+
+        async def answer(request: web.Request, generate: GenerateRequest) -> web.StreamResponse:
+            response = web.StreamResponse(headers=self.headers(generate))
+            await response.prepare(request)
+            await response.write(event("first"))
+            await asyncio.Event().wait()
+            return response
+
+        return answer
+
     def say(self, text: str, hit: int = 0) -> Answer:
         """Answer every request whole, or as a stream of one event a word."""
 

@@ -5,7 +5,6 @@ import json
 
 from aiohttp import web
 
-from router.http_connection import ClientConnection
 from tests.router.http_site import post
 from tests.router.support import Rig, event
 
@@ -20,13 +19,7 @@ async def test_a_client_that_leaves_cancels_the_request_at_the_worker():
     async with Rig() as rig:
         (worker,) = rig.workers
 
-        async def answer(request, generate):
-            response = web.StreamResponse(headers=worker.headers(generate))
-            await response.prepare(request)
-            await response.write(event("first"))
-            await asyncio.Event().wait()
-
-        worker.answer = answer
+        worker.answer = worker.begin()
         response = await rig.http.post("/v1/completions", json=STREAM)
         assert await response.content.readany() == event("first")
         assert rig.fleet.in_flight == 1
@@ -53,15 +46,7 @@ async def test_a_client_that_leaves_before_the_first_token_cancels_too():
         assert rig.fleet.in_flight == 0
 
 
-async def test_a_client_that_stops_reading_is_cut_off_and_its_request_cancelled(monkeypatch):
-    held_back = asyncio.Event()
-    pause = ClientConnection.pause_writing
-
-    def noting(connection):
-        pause(connection)
-        held_back.set()
-
-    monkeypatch.setattr(ClientConnection, "pause_writing", noting)
+async def test_a_client_that_stops_reading_is_cut_off_and_its_request_cancelled(held_back):
     async with Rig() as rig:
         (worker,) = rig.workers
 

@@ -349,13 +349,7 @@ async def test_stopping_ends_streams_and_leaves_no_task():
     async with rig:
         (worker,) = rig.workers
 
-        async def answer(request, generate):
-            response = web.StreamResponse(headers=worker.headers(generate))
-            await response.prepare(request)
-            await response.write(event("first"))
-            await asyncio.Event().wait()
-
-        worker.answer = answer
+        worker.answer = worker.begin()
         response = await rig.http.post("/v1/completions", json=STREAM)
         assert await response.content.readany() == event("first")
         await rig.gateway.stop()

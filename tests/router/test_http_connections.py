@@ -76,15 +76,7 @@ async def test_a_client_that_leaves_cancels_its_handler(ahead):
             await site.cancelled.wait()
 
 
-async def test_a_client_that_reads_slowly_holds_its_stream_back(monkeypatch):
-    held_back = asyncio.Event()
-    pause = ClientConnection.pause_writing
-
-    def noting(connection):
-        pause(connection)
-        held_back.set()
-
-    monkeypatch.setattr(ClientConnection, "pause_writing", noting)
+async def test_a_client_that_reads_slowly_holds_its_stream_back(held_back):
     async with Site() as site:
         site.pieces = [b"x" * 100_000] * 200
         reader, writer = await site.connect()

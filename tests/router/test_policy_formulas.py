@@ -12,6 +12,10 @@ from tests.router.support import chain_of
 
 INF = float("inf")
 
+SHARED = candidates(
+    hit=[0, 800], pending=[0, 600], running=[2, 4], s_per_token=[1e-3] * 2, stay_s=1.5, in_flight=3
+)
+
 # policy, candidates, chosen (a set where chance decides), costs
 CASES = [
     # power_of_two: of two workers both are drawn
@@ -154,34 +158,8 @@ CASES = [
     ),
     # two of four requests, this one included, share what one worker of two holds: it suffices, and
     # the own prefill counts as a first token; the same with three of four
-    (
-        "marginal",
-        candidates(
-            hit=[0, 800],
-            pending=[0, 600],
-            running=[2, 4],
-            s_per_token=[1e-3] * 2,
-            stay_s=1.5,
-            in_flight=3,
-            sharing=1,
-        ),
-        {1},
-        [1 * 3 * 8 / 3 + 1 * 2, 0.8 * 1.4 * 8 / 3 + 0.2 * 4],
-    ),
-    (
-        "marginal",
-        candidates(
-            hit=[0, 800],
-            pending=[0, 600],
-            running=[2, 4],
-            s_per_token=[1e-3] * 2,
-            stay_s=1.5,
-            in_flight=3,
-            sharing=2,
-        ),
-        {1},
-        [1 * (3 + 2), 0.6 * 1.4 * 8 / 3 + 0.2 * (1.4 + 4)],
-    ),
+    ("marginal", SHARED._replace(sharing=1), {1}, [1 * 3 * 8 / 3 + 2, 0.8 * 1.4 * 8 / 3 + 0.2 * 4]),
+    ("marginal", SHARED._replace(sharing=2), {1}, [3 + 2, 0.6 * 1.4 * 8 / 3 + 0.2 * (1.4 + 4)]),
     # before it is known how long requests stay, the queue weighs as much as anything
     (
         "marginal",
