@@ -36,6 +36,12 @@ class HotspotState(msgspec.Struct):
     stubborn: dict[bytes, int] = msgspec.field(default_factory=dict)
 
 
+def covers(held: int, workers: int, mine: int, arrivals: int) -> bool:
+    """Whether the `held` of all `workers` that hold a prefix suffice for the `mine` of all
+    `arrivals` that share it: `x / (1 − x) ≤ |M| / (n − |M|)`, multiplied out."""
+    return mine * workers <= arrivals * held
+
+
 def left_out(
     candidates: Candidates, state: HotspotState, choose: Callable[[], int]
 ) -> BoolArray | None:
@@ -51,9 +57,7 @@ def left_out(
         return None
     holders: BoolArray = candidates.hit_tokens == best
     n, held = len(holders), int(np.count_nonzero(holders))
-    mine, all_arrivals = state.counts[prefix], len(state.arrivals)
-    # x / (1 − x) > |M| / (n − |M|), multiplied out
-    if held == n or mine * (n - held) <= (all_arrivals - mine) * held:
+    if covers(held, n, state.counts[prefix], len(state.arrivals)):
         state.stubborn.pop(prefix, None)
         return None
     if not holders[choose()]:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from router.policies.base import Candidates, CostArray, Decision, FloatArray, NoParameters, least
-from router.policies.hotspot import HotspotState, left_out
+from router.policies.hotspot import HotspotState, covers, left_out
 
 Tie = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
@@ -155,7 +155,8 @@ def covered(candidates: Candidates) -> bool:
     """Whether those that hold most of the prompt are enough for those that share it: their share of
     the workers is at least the share that these, this request included, have of all requests."""
     holders = int(np.count_nonzero(candidates.hit_tokens == candidates.best_hit))
-    return (candidates.sharing + 1) * len(candidates.slots) <= holders * (candidates.in_flight + 1)
+    workers, sharing = len(candidates.slots), candidates.sharing + 1
+    return covers(holders, workers, sharing, candidates.in_flight + 1)
 
 
 class PrefillWork(NamedTuple):

@@ -6,6 +6,7 @@ from collections import Counter
 import numpy as np
 
 from router.policies import parse_policy
+from router.policies.hotspot import covers
 from tests.router.candidates import candidates
 from tests.router.support import chain_of
 
@@ -103,3 +104,10 @@ def test_without_the_guard_nothing_is_remembered():
     policy, rng = parse_policy("locality"), random.Random(0)
     policy.choose(candidates(hit=[512, 0], chain=HOT), rng)
     assert not policy.state.arrivals
+
+
+def test_holders_suffice_up_to_their_share_of_the_workers():
+    assert covers(held=2, workers=8, mine=64, arrivals=256)
+    assert not covers(held=2, workers=8, mine=65, arrivals=256)
+    assert covers(held=8, workers=8, mine=256, arrivals=256)
+    assert not covers(held=7, workers=8, mine=256, arrivals=256)
