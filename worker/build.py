@@ -77,7 +77,7 @@ def build_engine(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
         config.chunk_limit,
         time.perf_counter,
     )
-    tiers = open_tiers(settings, runner, fields["namespace"], kv_blocks, prefill.s_per_token)
+    tiers = open_tiers(settings, runner, fields["namespace"], kv_blocks, prefill)
     make_policy = parse_eviction(settings.eviction)
     core = EngineCore(config, runner, make_policy=make_policy, tiers=tiers)
     info = EngineInfo(

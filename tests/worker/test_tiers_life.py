@@ -16,10 +16,13 @@ import pytest
 from cluster.blocks import split_hashes
 from cluster.follower import Follower
 from cluster.protocol import BlockList, pool_token
+from cluster.settings import WorkerSettings
 from router.fleet import Fleet
 from tests.cluster.bus_bench import QUICK
 from tests.tiny_model import write_tiny_llama
 from tests.worker.test_worker_life import SECRET, STEM, Worker, a_worker, answer_of, documented
+from worker import build
+from worker.prefill_speed import Speed
 
 TIERS = {"kv_blocks": 30, "block_size": 8, "cpu_tier_gb": 1e-3, "disk_tier_gb": 1e-2}
 PROMPTS = [f"{number}: {STEM} and {number * 7} more" for number in range(6)]
@@ -174,3 +177,11 @@ async def test_a_disk_tier_without_host_memory_is_refused(redis_url, pool, model
     with pytest.raises(Exception, match=r"worker\.cpu_tier_gb"):
         async with a_worker(redis_url, pool, models[0], disk_tier_gb=1.0):
             pass
+
+
+def test_tiers_know_the_whole_first_speed_before_a_step_has_run(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "first_speed", lambda *_: Speed(1e-3, 1e-6))
+    fields = {**TIERS, "disk_tier_gb": 0.0, "cache_dir": str(tmp_path)}
+    core, info = build.build_engine(WorkerSettings(model=models[0], **fields))
+    assert info.prefill == (1e-3, 1e-6)
+    assert (core.tiers._s_per_token, core.tiers._s_per_pair) == info.prefill

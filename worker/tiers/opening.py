@@ -11,6 +11,7 @@ from pathlib import Path
 from cluster.blocks import HASH_BYTES, Namespace
 from cluster.settings import WorkerSettings
 from worker.kv_memory import kv_block_bytes
+from worker.prefill_speed import Speed
 from worker.runner import TorchRunner
 from worker.tiers.cold_tiers import ColdTiers
 from worker.tiers.disk_folder import DiskFolder
@@ -27,7 +28,7 @@ def open_tiers(
     runner: TorchRunner,
     namespace: Namespace,
     kv_blocks: int,
-    prefill_s_per_token: float,
+    prefill: Speed,
 ) -> ColdTiers | None:
     """The tiers that the settings ask for, None where they ask for none.
 
@@ -61,7 +62,7 @@ def open_tiers(
         disk_blocks=disk_blocks,
     )
     _measure(tiers, copies, folder, min(kv_blocks, host_blocks))
-    tiers.set_prefill_speed(prefill_s_per_token, 0.0)
+    tiers.set_prefill_speed(*prefill)
     log.info(
         "cold tiers: %d blocks in host memory, %d on disk, of which %d are there already",
         host_blocks,
