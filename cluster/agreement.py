@@ -2,11 +2,14 @@
 
 Every report says how many blocks the worker caches. Where the index holds another number, its
 whole set is read: that mends whatever was lost here. It does not help where the worker does not
-publish what it caches; then the worker is said to disagree, and its set is read more rarely:
+publish what it caches; then the worker is said to disagree. Reads become rare as well where they
+bring nothing, as Redis has lost the worker or is behind: that is not the worker's fault.
 
-    reads that did not help    1   2   3    4    5    6    7     8 and more
-    pause before the next, s   0   0   1    2    4    8    16    30
-    said to disagree                   yes …
+    reads asked for in a row          1   2   3   4   5   6   7    8 and more
+    pause before the next, s          0   0   1   2   4   8   16   30
+
+    sets read that did not help       1   2   3 and more
+    said to disagree                          yes
 """
 
 from __future__ import annotations
@@ -26,10 +29,11 @@ class Agreement:
     unhelped   whole sets read in a row after which a report still disagreed
     """
 
-    __slots__ = ("_due_at", "_was_read", "unhelped")
+    __slots__ = ("_asked", "_due_at", "_was_read", "unhelped")
 
     def __init__(self) -> None:
         self.unhelped = 0
+        self._asked = 0  # reads in a row, whatever they brought
         self._was_read = False
         self._due_at = 0.0
 
@@ -45,22 +49,24 @@ class Agreement:
     def judge(self, agrees: bool, now: float) -> None:
         """A report was compared with what was known right after it. `now`: seconds."""
         if agrees:
-            self.unhelped, self._due_at = 0, now
+            self.unhelped = self._asked = 0
+            self._due_at = now
         elif self._was_read:
             self.unhelped += 1
-            self._due_at = now + _pause_s(self.unhelped)
         self._was_read = False
 
     def wants_read(self, now: float) -> bool:
-        """Whether to read the set of a worker that has just disagreed; True counts as read."""
-        if now < self._due_at:
-            return False
-        self._was_read = True
-        return True
+        """Whether to ask for the set of a worker that has just disagreed."""
+        return now >= self._due_at
+
+    def asked(self, now: float) -> None:
+        """The worker's set is asked for; Redis may have none, or an old one."""
+        self._asked += 1
+        self._due_at = now + _pause_s(self._asked)
 
 
-def _pause_s(unhelped: int) -> float:
-    beyond = unhelped - UNHELPED_READS
+def _pause_s(asked: int) -> float:
+    beyond = asked - UNHELPED_READS
     if beyond < 0:
         return 0.0
     return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(beyond, 30))

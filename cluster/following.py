@@ -228,6 +228,7 @@ class Following:
             return None
         if not known.agreement.wants_read(now):
             return None
+        known.agreement.asked(now)
         log.info("the index of %s does not agree with its report: reading it again", worker)
         return Need(worker, None, repair=True)
 

@@ -10,6 +10,7 @@ from cluster.agreement import (
     UNHELPED_READS,
     Agreement,
 )
+from cluster.following import Held
 from tests.cluster.model_worker import BLOCKS, HEARTBEAT_S, Alone
 
 
@@ -93,8 +94,42 @@ def test_pauses_double_up_to_the_longest() -> None:
     while len(asked) < 12:
         agreement.judge(False, now)
         if agreement.wants_read(now):
+            agreement.asked(now)
             asked.append(now)
         now += 0.25
     pauses = [later - sooner for sooner, later in pairwise(asked)]
-    assert pauses[:7] == [0.25, 0.25, 0.25 + FIRST_PAUSE_S, 2.25, 4.25, 8.25, 16.25]
-    assert pauses[7:] == [LONGEST_PAUSE_S + 0.25] * 4
+    assert pauses[:7] == [0.25, 0.25, FIRST_PAUSE_S, 2.0, 4.0, 8.0, 16.0]
+    assert pauses[7:] == [LONGEST_PAUSE_S] * 4
+
+
+def asked_in_a_minute(liar: Liar, held: Held | None) -> int:
+    """How often the set of a worker that never agrees is asked for, where this is all there is."""
+    asked = 0
+    for _ in range(int(60 / HEARTBEAT_S)):
+        liar.now += HEARTBEAT_S
+        need = liar.following.take(liar.publish(), liar.now)
+        if need is not None:
+            asked += 1
+            liar.following.settle(need, held, liar.now)
+    return asked
+
+
+def test_where_redis_has_nothing_of_a_worker_it_is_not_blamed_nor_redis_asked_for_ever() -> None:
+    liar = Liar(0)
+    liar.take(liar.publish(BLOCKS[0]))
+    liar.worker.unpublished = 5
+    assert 4 <= asked_in_a_minute(liar, None) <= 3 + 6
+    assert liar.following.disagreeing == {}
+    assert liar.following.knows("a")
+
+
+def test_nor_where_redis_is_behind() -> None:
+    liar = Liar(0)
+    liar.take(liar.publish(BLOCKS[0]))
+    place = liar.redis["a"]
+    old = Held(place.epoch, place.sequence, place.card, list(place.blocks))
+    liar.worker.unpublished = 5
+    assert 4 <= asked_in_a_minute(liar, old) <= 3 + 6
+    assert liar.following.disagreeing == {}
+    liar.beat(int(LONGEST_PAUSE_S / HEARTBEAT_S) * 4)  # it catches up: now reading does not help
+    assert liar.following.disagreeing
