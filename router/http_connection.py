@@ -115,13 +115,15 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self.heard_at = self._loop.time()
+        self._hear()
         if self._server.closing:
             self.transport.abort()
         elif not self._server.take(self):
             self._throws_away = True
-            self.transport.write(whole(self._server.full, Request(self, {}, "", "", "1.1", False)))
-            self._close_later()
+            if not self.transport.is_closing():
+                nothing_asked = Request(self, {}, "", "", "1.1", False)
+                self.transport.write(whole(self._server.full, nothing_asked))
+                self._close_later()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost = True
@@ -166,7 +168,7 @@ class ClientConnection(asyncio.Protocol):
     # What the parser says
 
     def on_message_begin(self) -> None:
-        self.heard_at = self._loop.time()
+        self._hear()
         self.headers = {}
         self._url = b""
 
@@ -184,7 +186,7 @@ class ClientConnection(asyncio.Protocol):
         if self._throws_away:
             return
         parser = self._parser
-        self.heard_at = self._loop.time()
+        self._hear()
         self._framing_bytes = 0
         try:
             path = _path(self._url)
@@ -220,7 +222,7 @@ class ClientConnection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         if self._coming is None or self._throws_away:
             return
-        self.heard_at = self._loop.time()
+        self._hear()
         self._body_bytes += len(body)
         if self._body_bytes > self._server.max_body_bytes:
             self._refuse_body()
@@ -236,6 +238,13 @@ class ClientConnection(asyncio.Protocol):
         self._coming = None
         self._body_bytes = self._framing_bytes = 0
         self._enqueue(request)
+
+    def _hear(self) -> None:
+        """Something came, or was answered just now."""
+        self.heard_at = self._loop.time()
+        idle = self._server.idle
+        if self in idle:
+            idle.move_to_end(self)
 
     def _enqueue(self, request: Request) -> None:
         self._waiting.append(request)
@@ -279,9 +288,9 @@ class ClientConnection(asyncio.Protocol):
             return
         finally:
             self.task = None
-            self.heard_at = self._loop.time()
             if not self._lost:
                 self._server.idle[self] = None
+            self._hear()
         if self._throws_away:
             self._close_later()
         elif not request.keeps_alive or self._server.closing:

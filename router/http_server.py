@@ -31,7 +31,7 @@ makes way: else whoever opens connections and sends nothing locks everybody out,
 restarted, as its health cannot be asked for."""
 
 MOST_LOOKED_AT = 16
-"""Connections that are looked at for that, those idle for the longest time first."""
+"""Connections that are looked at for that, those unheard of for the longest time first."""
 
 MAX_TURNED_AWAY = 256
 """So many clients that found no room may take their time to read that; more are cut at once."""
@@ -50,7 +50,7 @@ class HttpServer:
     max_connections  at once; where none makes way, others get the answer `full` and are closed
     write_timeout_s  a client that takes nothing of its answer for so long is cut off
     counts           of connections
-    idle             connections on which nothing is being answered, the longest so first
+    idle             connections on which nothing is being answered, in the order of `heard_at`
     """
 
     def __init__(
@@ -162,7 +162,9 @@ class HttpServer:
         """End an idle connection for a new one. Returns whether there was one."""
         latest = asyncio.get_running_loop().time() - MAKES_WAY_S
         for connection in islice(self.idle, MOST_LOOKED_AT):
-            if connection.heard_at <= latest and not connection.unsent_bytes:
+            if connection.heard_at > latest:
+                return False
+            if not connection.unsent_bytes:
                 connection.transport.abort()
                 self.connections.discard(connection)
                 del self.idle[connection]

@@ -367,3 +367,56 @@ async def test_stopping_lets_answers_end_and_closes_idle_connections():
         assert (await answer(reader))[2] == b"done"
         assert await closed(reader)
         await stopping
+
+
+async def test_slow_uploads_do_not_keep_silent_connections_from_making_way(monkeypatch):
+    monkeypatch.setattr(http_server, "MOST_LOOKED_AT", 2)
+    async with Site(max_connections=4) as site:
+        uploads = [await site.connect() for _ in range(2)]
+        for _, writer in uploads:
+            await received(monkeypatch, writer, post(b"body")[:-3])
+        silent = [await site.connect() for _ in range(2)]
+        for _, writer in silent:
+            await received(monkeypatch, writer, GET)
+        for reader, _ in silent:
+            assert (await answer(reader))[0] == 200
+        long_ago = asyncio.get_running_loop().time() - http_server.MAKES_WAY_S
+        for connection in site.server.connections:
+            connection.heard_at = long_ago
+        for _, writer in uploads:
+            await received(monkeypatch, writer, b"o")
+        for reader, _ in silent:
+            newcomer, writer = await site.connect()
+            writer.write(GET)
+            assert (await answer(newcomer))[0] == 200
+            assert await closed(reader)
+        newcomer, _ = await site.connect()
+        assert (await answer(newcomer))[0] == 503, "all were heard of just now"
+        for reader, writer in uploads:
+            writer.write(b"dy")
+            assert (await answer(reader))[0] == 200
+
+
+@LOOPS
+def test_who_is_cut_at_once_is_written_nothing(run, monkeypatch):
+    monkeypatch.setattr(http_server, "MAX_TURNED_AWAY", 1)
+    lingering = []
+    linger = ClientConnection._close_later
+
+    def noting(connection):
+        lingering.append(connection)
+        linger(connection)
+
+    monkeypatch.setattr(ClientConnection, "_close_later", noting)
+
+    async def crowd():
+        async with Site(max_connections=1) as site:
+            await site.connect()
+            reader, _ = await site.connect()
+            assert (await answer(reader))[0] == 503
+            for _ in range(2):
+                reader, _ = await site.connect()
+                assert await closed(reader)
+            assert (len(lingering), site.server.counts.refused) == (1, 3)
+
+    run(crowd())
