@@ -6,10 +6,10 @@ import asyncio
 import logging
 import time
 
-import msgspec
 from redis.exceptions import RedisError
 
 from cluster.bus import TIERS, BusKeys, connect, heed_cancellation
+from cluster.bus_status import BusStatus
 from cluster.following import FleetSink, Following, Held, Need
 from cluster.settings import BusSettings
 
@@ -20,32 +20,6 @@ BATCH_REPORTS = 2000
 
 NO_ENTRY = b"0-0"
 """Before the first entry of a stream."""
-
-
-class FollowerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """connected   the last read of Redis worked
-    stale       what is known may be out of date, for `reason` (words)
-    reports     applied since the start
-    gaps        holes found in a worker's sequence
-    disagreements   reports of another number of blocks than was known after them
-    disagreeing     worker -> whole sets read in a row that did not help
-    repairs     whole sets read to mend either, or after Redis was away
-    unreadable  messages that could not be decoded
-    refused     worker -> why it is not used
-    report_ages_s   worker -> seconds since its last report
-    """
-
-    connected: bool
-    stale: bool
-    reason: str
-    reports: int
-    gaps: int
-    disagreements: int
-    disagreeing: dict[str, int]
-    repairs: int
-    unreadable: int
-    refused: dict[str, str]
-    report_ages_s: dict[str, float]
 
 
 class Follower:
@@ -77,14 +51,14 @@ class Follower:
         self._trouble = "Redis has not been read yet"
 
     @property
-    def status(self) -> FollowerStatus:
+    def status(self) -> BusStatus:
         """How following goes."""
         reason = ""
         if not self._connected:
             away_s = 0.0 if self._lost_at is None else time.monotonic() - self._lost_at
             reason = f"{self._trouble}; the index is as it was {away_s:.1f} s ago"
         following = self.following
-        return FollowerStatus(
+        return BusStatus(
             connected=self._connected,
             stale=not self._connected,
             reason=reason,

@@ -305,6 +305,10 @@ class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorBody
 
 
+SERVICE_UNAVAILABLE = "service_unavailable"
+"""The error type of answers with status 503."""
+
+
 class RequestError(Exception):
     """A request that cannot be served as it is. Its text tells the client what to change.
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import aiohttp
 import msgspec
 
+from cluster.bus_status import BusStatus
 from cluster.protocol import HEADER_EXPLAIN, HEADER_REQUEST_ID, RequestError, WorkerState
 from router.dispatch import Dispatcher
 from router.edge import Route, json_response
 from router.fleet import Fleet
 from router.http_messages import Request, Response
-from router.metrics import BusStatus
 from router.policies import PolicyError, available, parse_policy
 from router.readiness import disagreeing, index_view
 from router.recent_decisions import MOST_DECISIONS

@@ -24,9 +24,8 @@ from collections.abc import Collection
 
 from cluster.protocol import RequestError
 from router.dispatch import Dispatcher, NoRoom, Placement
+from router.edge import no_ready_worker
 from router.tokenization import Prompt
-
-SERVICE_UNAVAILABLE = "service_unavailable"
 
 
 class Outdated(Exception):
@@ -186,10 +185,9 @@ class Admission:
             if placement is not None:
                 self._dispatcher.fleet.release(placement.booking)
             return
-        queue = self._queues.get(waiting.model)
-        if queue is not None and waiting in queue:
+        if self._waiting.pop(waiting.request_id, None) is not None:
+            queue = self._queues[waiting.model]
             queue.remove(waiting)
-            del self._waiting[waiting.request_id]
             if not queue:
                 del self._queues[waiting.model]
         self._look_soon()  # those behind may need less
@@ -234,16 +232,6 @@ class Admission:
             return False
         waiting.placed.set_result(placement)
         return True
-
-
-def no_ready_worker(found: str) -> RequestError:
-    """503, with what was found."""
-    return RequestError(
-        f"{found}: try again in a moment; /ready says what is missing",
-        status=503,
-        type=SERVICE_UNAVAILABLE,
-        code="no_ready_worker",
-    )
 
 
 def _full(model: str, limit: int, *, is_ready: bool) -> RequestError:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from cluster.protocol import RequestError
+from cluster.protocol import SERVICE_UNAVAILABLE, RequestError
 from cluster.settings import GatewaySettings
 from router.http_messages import ClientGone, Handler, Request, Response
 from router.metrics import RequestCounts
@@ -175,9 +175,19 @@ def too_many_connections(limit: int) -> Response:
             f"{limit} connections are open at this gateway, and no more are taken: try again in a "
             "moment",
             status=503,
-            type="service_unavailable",
+            type=SERVICE_UNAVAILABLE,
             code="too_many_connections",
         )
+    )
+
+
+def no_ready_worker(found: str) -> RequestError:
+    """503, with what was found."""
+    return RequestError(
+        f"{found}: try again in a moment; /ready says what is missing",
+        status=503,
+        type=SERVICE_UNAVAILABLE,
+        code="no_ready_worker",
     )
 
 

@@ -18,13 +18,15 @@ from cluster.protocol import (
     HEADER_PROMPT_TOKENS,
     HEADER_REQUEST_ID,
     HEADER_WORKER,
+    SERVICE_UNAVAILABLE,
     ErrorAnswer,
     GenerateRequest,
     RequestError,
 )
 from cluster.settings import GatewaySettings
-from router.admission import SERVICE_UNAVAILABLE, Admission, no_ready_worker
+from router.admission import Admission
 from router.dispatch import Dispatcher, Placement
+from router.edge import no_ready_worker
 from router.http_messages import Request, Response
 from router.metrics import Metrics
 from router.tokenization import Prompt

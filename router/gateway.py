@@ -15,6 +15,7 @@ import aiohttp
 import msgspec
 from prometheus_client import Gauge
 
+from cluster.bus_status import BusStatus
 from cluster.protocol import (
     HEADER_EXPLAIN,
     GenerateRequest,
@@ -25,7 +26,7 @@ from cluster.protocol import (
 )
 from cluster.settings import Settings
 from router.admin import Admin
-from router.admission import Admission, Outdated, no_ready_worker
+from router.admission import Admission, Outdated
 from router.dispatch import Dispatcher
 from router.edge import (
     Edge,
@@ -33,6 +34,7 @@ from router.edge import (
     body_too_large,
     json_response,
     malformed,
+    no_ready_worker,
     too_many_connections,
 )
 from router.fleet import Fleet
@@ -40,7 +42,7 @@ from router.forwarding import Forwarder
 from router.http_messages import Request, Response
 from router.http_server import HttpServer
 from router.member import ModelGroup
-from router.metrics import BusStatus, Metrics
+from router.metrics import Metrics
 from router.openai_api import ApiRequest, parse_chat, parse_completion, parse_either
 from router.policies import parse_policy
 from router.readiness import ReadyView, readiness
@@ -107,7 +109,7 @@ class Gateway:
         self.url = ""
         self._follower = (follower_factory or self._redis_follower)(self.fleet)
         shadows = Shadows(parse_shadows(settings.gateway.shadow))
-        self.metrics = Metrics(self.fleet, lambda: self._follower.status, shadows)
+        self.metrics = Metrics(self.fleet, self._bus_status, shadows)
         self.dispatcher = Dispatcher(
             self.fleet, parse_policy(settings.gateway.policy), self.metrics, shadows=shadows
         )
@@ -191,7 +193,7 @@ class Gateway:
             self.fleet,
             self.dispatcher,
             self._session,
-            lambda: self._follower.status,
+            self._bus_status,
         )
         edge.add(
             [
@@ -362,8 +364,15 @@ class Gateway:
 
     def readiness(self) -> ReadyView:
         """Whether requests can be served by prefix, and in words why not."""
-        following = self._following is None or not self._following.done()
-        return readiness(self.settings.pool, self.fleet, self._follower.status, following)
+        return readiness(self.settings.pool, self.fleet, self._bus_status())
+
+    def _bus_status(self) -> BusStatus:
+        """What the follower tells of itself, and where it has ended, that."""
+        status = self._follower.status
+        if self._following is None or not self._following.done():
+            return status
+        reason = "the bus follower has ended; the log says why"
+        return msgspec.structs.replace(status, connected=False, stale=True, reason=reason)
 
 
 def _headers_to_workers(secret: str) -> dict[str, str]:

@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import (
@@ -22,38 +21,13 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from cluster.bus_status import BusStatus
 from router.fleet import Fleet
+from router.readiness import disagreeing, index_view
 from router.shadow import Shadows
 
 DECISION_BUCKETS_S = (25e-6, 50e-6, 100e-6, 200e-6, 400e-6, 1e-3, 4e-3, 16e-3, 0.1)
 FIRST_BYTE_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 60.0)
-
-
-class BusStatus(Protocol):
-    """How following the bus goes; `cluster.follower.FollowerStatus` is one."""
-
-    @property
-    def connected(self) -> bool: ...
-    @property
-    def stale(self) -> bool: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def reports(self) -> int: ...
-    @property
-    def gaps(self) -> int: ...
-    @property
-    def disagreements(self) -> int: ...
-    @property
-    def disagreeing(self) -> dict[str, int]: ...
-    @property
-    def repairs(self) -> int: ...
-    @property
-    def unreadable(self) -> int: ...
-    @property
-    def refused(self) -> dict[str, str]: ...
-    @property
-    def report_ages_s(self) -> dict[str, float]: ...
 
 
 class Metrics:
@@ -316,7 +290,7 @@ class _Live(Collector):
         yield GaugeMetricFamily(
             "stemroute_bus_stale",
             "1 while the index may be out of date, or a worker disagrees with it",
-            value=int(status.stale or bool(status.disagreeing)),
+            value=int(index_view(self._fleet, status).stale),
         )
         if self._fleet.last_report_at is not None:
             yield GaugeMetricFamily(
@@ -344,7 +318,7 @@ class _Live(Collector):
         yield GaugeMetricFamily(
             "stemroute_disagreeing_workers",
             "Workers whose reports disagree with the index however often their set is read",
-            value=len(status.disagreeing),
+            value=len(disagreeing(self._fleet, status)),
         )
         yield CounterMetricFamily(
             "stemroute_bus_repairs", "Whole block sets read to mend", value=status.repairs

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
+from cluster.bus_status import BusStatus
 from router.fleet import Fleet
 from router.member import Member
-from router.metrics import BusStatus
 
 NAMED = 3
 """Workers named in one reason; the others are counted."""
@@ -65,8 +65,8 @@ def index_view(fleet: Fleet, status: BusStatus) -> IndexView:
     return IndexView(stale=True, reason="; ".join(apart[:NAMED] + more))
 
 
-def readiness(pool: str, fleet: Fleet, status: BusStatus, following: bool) -> ReadyView:
-    """Judge by the fleet and by how following the bus goes; `following`: it has not ended."""
+def readiness(pool: str, fleet: Fleet, status: BusStatus) -> ReadyView:
+    """Judge by the fleet and by how following the bus goes."""
     members = fleet.members()
     refused = {**status.refused, **fleet.refused()}
     reasons = []
@@ -82,11 +82,8 @@ def readiness(pool: str, fleet: Fleet, status: BusStatus, following: bool) -> Re
         reasons.append(f"none of the {len(members)} workers can serve: {states}")
     if not usable:
         reasons += [f"worker {name} is refused: {why}" for name, why in refused.items()]
-    index, follows = index_view(fleet, status), not status.stale
-    if not following:
-        ended = "the bus follower has ended; the log says why"
-        index, follows = IndexView(stale=True, reason=ended), False
-    if not follows:
+    index = index_view(fleet, status)
+    if status.stale:
         reasons.append(f"the index is stale: {index.reason}")
     return ReadyView(
         ready=not reasons,

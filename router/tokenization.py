@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 import tokenizers
 
 from cluster.blocks import Namespace, hash_blocks, pack_tokens
-from cluster.protocol import ModelInfo, RequestError, WorkerCard
+from cluster.protocol import SERVICE_UNAVAILABLE, ModelInfo, RequestError, WorkerCard
 from router.chat_template import ChatTemplate, Message, NotByMessage
 from router.openai_api import ApiRequest
 from router.segments import Cutter, Found, Name, SegmentTree, boundary_tokens, compute
@@ -304,7 +304,7 @@ class Tokenization:
         raise RequestError(
             "the tokenizer of the model cannot be had from any worker: " + "; ".join(reasons),
             status=503,
-            type="service_unavailable",
+            type=SERVICE_UNAVAILABLE,
             code="no_tokenizer",
         )
 

@@ -33,6 +33,7 @@ from cluster.protocol import (
     HEADER_PROMPT_TOKENS,
     HEADER_REQUEST_ID,
     HEADER_WORKER,
+    SERVICE_UNAVAILABLE,
     BlockList,
     GenerateRequest,
     RequestError,
@@ -139,7 +140,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except RequestError as error:
         return _error(error)
     except EngineDead as error:
-        return _error(RequestError(str(error), status=503, type="service_unavailable"))
+        return _error(RequestError(str(error), status=503, type=SERVICE_UNAVAILABLE))
     except web.HTTPException as error:
         return _error(RequestError(error.reason, status=error.status))
     except Exception:
@@ -178,7 +179,7 @@ async def _generate(request: web.Request) -> web.StreamResponse:
     # From here to the engine nothing is awaited, so the request meets the weights it is hashed for.
     problem = service.problem()
     if problem:
-        raise RequestError(problem, status=503, type="service_unavailable")
+        raise RequestError(problem, status=503, type=SERVICE_UNAVAILABLE)
     model = service.info.model
     if wanted.model != model.model:
         raise RequestError(

@@ -393,3 +393,25 @@ async def test_serve_gateway_tells_its_url_and_ends_when_cancelled():
             await serving
         with pytest.raises(aiohttp.ClientConnectorError):
             await http.get(f"{url}/health")
+
+
+async def test_that_the_follower_ended_is_told_everywhere():
+    async with Rig() as rig:
+        rig.gateway._following.cancel()
+        await asyncio.wait([rig.gateway._following])
+        status, _, body = await rig.get("/ready")
+        assert (status, body["index"]["stale"]) == (503, True)
+        assert body["reasons"] == [f"the index is stale: {body['index']['reason']}"]
+        bus = (await rig.get("/admin/fleet"))[2]["bus"]
+        assert (bus["connected"], bus["stale"]) == (False, True)
+        assert bus["reason"] == body["index"]["reason"] != ""
+        lines = rig.gateway.metrics.text().decode().splitlines()
+        assert {"stemroute_bus_connected 0.0", "stemroute_bus_stale 1.0"} <= set(lines)
+
+
+async def test_a_worker_that_is_not_in_the_fleet_makes_no_index_stale():
+    async with Rig() as rig:
+        rig.follower.status.disagreeing = {"gone": 4}
+        assert not (await rig.get("/ready"))[2]["index"]["stale"]
+        lines = rig.gateway.metrics.text().decode().splitlines()
+        assert {"stemroute_bus_stale 0.0", "stemroute_disagreeing_workers 0.0"} <= set(lines)

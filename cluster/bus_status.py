@@ -1,0 +1,33 @@
+"""What a follower of the bus tells of itself."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How following the bus goes.
+
+    connected   the last read of Redis worked
+    stale       what is known may be out of date, for `reason` (words)
+    reports     applied since the start
+    gaps        holes found in a worker's sequence
+    disagreements   reports of another number of blocks than was known after them
+    disagreeing     worker -> whole sets read in a row that did not help
+    repairs     whole sets read to mend either, or after Redis was away
+    unreadable  messages that could not be decoded
+    refused     worker -> why it is not used
+    report_ages_s   worker -> seconds since its last report
+    """
+
+    connected: bool
+    stale: bool
+    reason: str
+    reports: int
+    gaps: int
+    disagreements: int
+    disagreeing: dict[str, int]
+    repairs: int
+    unreadable: int
+    refused: dict[str, str]
+    report_ages_s: dict[str, float]
