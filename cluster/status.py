@@ -21,7 +21,9 @@ def status_table(fleet: dict[str, Any]) -> RenderableType:
     for worker in fleet["workers"]:
         capacity = worker["capacity_blocks"]
         used = capacity - worker["free_blocks"]
-        agree = worker["indexed_blocks"] == worker["cached_blocks"]
+        style = "" if worker["indexed_blocks"] == worker["cached_blocks"] else "yellow"
+        if worker["worker"] in fleet["disagreeing"]:
+            style = "red"
         table.add_row(
             worker["worker"],
             Text(worker["state"], style="green" if worker["state"] == "ready" else "yellow"),
@@ -32,14 +34,7 @@ def status_table(fleet: dict[str, Any]) -> RenderableType:
             str(worker["pending_prefill_tokens"]),
             f"{used / capacity:.0%}" if capacity else "-",
             str(worker["cached_blocks"]),
-            Text(
-                str(worker["indexed_blocks"]),
-                style="red"
-                if worker["worker"] in fleet["disagreeing"]
-                else ""
-                if agree
-                else "yellow",
-            ),
+            Text(str(worker["indexed_blocks"]), style=style),
             str(worker["routed"]),
         )
     bus = fleet["bus"]

@@ -45,7 +45,15 @@ class _Node:
     """
 
     __slots__ = (
-        *("chain", "children", "counts", "end", "ends", "last", "mask", "parent", "passing"),
+        "chain",
+        "children",
+        "counts",
+        "end",
+        "ends",
+        "last",
+        "mask",
+        "parent",
+        "passing",
         "start",
     )
 

@@ -254,9 +254,7 @@ def _held(
     )
 
 
-def _why_left_out(
-    member: Member, model: str, prompt_tokens: int, tried: Collection[str] = ()
-) -> str:
+def _why_left_out(member: Member, model: str, prompt_tokens: int, tried: Collection[str]) -> str:
     """Why a worker that is no candidate is none, in words."""
     card = member.card
     if card.worker in tried:

@@ -33,7 +33,7 @@ from router.bitmask import FEW, Spread
 from router.held_blocks import HeldBlocks
 
 MAX_PAIRS = 20_000_000
-"""Some 3 GB at most."""
+"""Some 1.8 GB at most: 90 bytes a pair."""
 
 SPARE = 64
 """Where the index is full, this part of a worker's share is dropped at once: it looks through all

@@ -2,7 +2,7 @@
 
 A decision is written down when it is taken, before it is booked: what it saw changes with the
 fleet right after. Of many workers only those that matter are written, so that a table has a bound.
-Requests that do not ask cost one look into a set.
+Requests that do not ask cost one look into a dictionary.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RecentDecisions:
     """By request id, as JSON of `router.explaining.Explanation`.
 
     most     decisions of ended requests that are kept
-    wanted   ids of requests that go on and asked for it, and their kind ("chat", "completion")
+    wanted   request id -> kind ("chat", "completion"), of those that go on and asked for it
     """
 
     def __init__(self, most: int = MOST_DECISIONS) -> None:

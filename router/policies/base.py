@@ -108,7 +108,7 @@ class Decision(NamedTuple):
     chosen    entry of the candidates
     costs     `[n]`, what each entry was judged by; the least wins, near-ties by the tie rule.
               Infinite for an entry that was left out
-    left_out  why those were, one of LEFT_OUT; None: none was, or the policy does not say
+    left_out  why entries of infinite cost were left out, if any; one of LEFT_OUT
     """
 
     chosen: int
