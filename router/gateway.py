@@ -182,6 +182,11 @@ class Gateway:
             write_timeout_s=settings.write_timeout_s,
             counts=self.metrics.connections,
         )
+        Gauge(
+            "stemroute_connections",
+            "Open connections of clients",
+            registry=self.metrics.registry,
+        ).set_function(lambda: len(self._server.connections))
         host, port = await self._server.start(settings.host, settings.port)
         self._cleanup.push_async_callback(self._server.stop, self._drain_s)
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

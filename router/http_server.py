@@ -49,7 +49,7 @@ class HttpServer:
     max_body_bytes   longer bodies are refused with `too_large`
     max_connections  at once; where none makes way, others get the answer `full` and are closed
     write_timeout_s  a client that takes nothing of its answer for so long is cut off
-    counts           of connections
+    counts           of connections that were not served to their end
     idle             connections on which nothing is being answered, in the order of `heard_at`
     """
 
@@ -126,7 +126,6 @@ class HttpServer:
             return False
         self.connections.add(connection)
         self.idle[connection] = None
-        self.counts.open = len(self.connections)
         return True
 
     def lost(self, connection: ClientConnection) -> None:
@@ -134,7 +133,6 @@ class HttpServer:
         self.turned_away.discard(connection)
         self.connections.discard(connection)
         self.idle.pop(connection, None)
-        self.counts.open = len(self.connections)
         if self._last_gone is not None and not self.connections and not self._last_gone.done():
             self._last_gone.set_result(None)
 

@@ -93,23 +93,19 @@ class RequestCounts(Collector):
 
 
 class ConnectionCounts(Collector):
-    """Connections of clients.
+    """Connections of clients that were not served to their end.
 
-    open      that are served now
     refused   turned away because too many were open
     stalled   cut off because the client took nothing of its answer
     """
 
     def __init__(self) -> None:
-        self.open = self.refused = self.stalled = 0
+        self.refused = self.stalled = 0
 
     def describe(self) -> Iterable[Metric]:
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        yield GaugeMetricFamily(
-            "stemroute_connections", "Open connections of clients", value=self.open
-        )
         yield CounterMetricFamily(
             "stemroute_refused_connections",
             "Connections turned away because gateway.max_connections were open",
