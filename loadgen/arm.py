@@ -117,16 +117,16 @@ async def replay_arm(
     if not before.workers:
         raise AdminError(f"{options.url} has no workers: wait until /ready answers 200")
     watcher.arm(label, len(requests))
-    seen = Observations() if options.explain else Observations(problem=NOT_ASKED)
-    slowest = Slowest()
-    asked = slowest if options.explain else None
+    seen = Observations() if options.explain else Observations(otherwise=NOT_ASKED)
+    slowest = Slowest() if options.explain else None
 
     def ended(outcome: Outcome) -> None:
-        slowest.add(outcome)
+        if slowest is not None:
+            slowest.add(outcome)
         watcher.ended(outcome)
 
     begin = asyncio.get_running_loop().time()
-    observing = asyncio.create_task(observe(admin, asked, begin, options.sample_interval_s, seen))
+    observing = asyncio.create_task(observe(admin, slowest, begin, options.sample_interval_s, seen))
     try:
         outcomes = await _client(options, explain=options.explain).replay(
             requests,
@@ -141,8 +141,8 @@ async def replay_arm(
         await asyncio.wait([observing])
     if not observing.cancelled():
         observing.result()
-    if asked is not None:
-        await ask_decisions(admin, asked, seen)
+    if slowest is not None:
+        await ask_decisions(admin, slowest, seen)
     after = await admin.wait_for(lambda fleet: fleet.quiet, quiet_s) or await admin.fleet()
     return ArmEvidence(policy, outcomes, before, after, flush, seen)
 

@@ -33,12 +33,14 @@ class Observations(msgspec.Struct):
     """What was seen during one arm.
 
     explanations   decisions on the slowest requests, by the request's id in the file
-    problem        why one is missing, "" where nothing went wrong
+    unknown        why a decision that was asked for is not known, likewise
+    otherwise      why one is not known that was not asked for
     """
 
     samples: list[LoadSample] = msgspec.field(default_factory=list)
     explanations: dict[str, Explanation] = msgspec.field(default_factory=dict)
-    problem: str = ""
+    unknown: dict[str, str] = msgspec.field(default_factory=dict)
+    otherwise: str = "it got no answer that names its decision"
 
 
 async def observe(
@@ -67,10 +69,8 @@ async def _sample(admin: Admin, begin: float, interval_s: float, seen: Observati
         await asyncio.sleep(max(0.0, due - loop.time()))
         try:
             fleet = await admin.fleet()
-        except AdminError as error:
-            # The run itself finds out whether the gateway is gone.
-            seen.problem = str(error)
-            return
+        except AdminError:
+            return  # the run itself finds out whether the gateway is gone
         seen.samples += samples_of(fleet, loop.time() - begin)
         due = max(due + interval_s, loop.time())
 
@@ -103,4 +103,6 @@ async def ask_decisions(admin: Admin, slowest: Slowest, seen: Observations) -> N
             try:
                 seen.explanations[outcome.id] = await admin.decision(outcome.request_id)
             except AdminError as error:
-                seen.problem = str(error)
+                seen.unknown[outcome.id] = str(error)
+            else:
+                seen.unknown.pop(outcome.id, None)

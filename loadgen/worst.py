@@ -47,6 +47,6 @@ def _explained(outcome: Outcome, seen: Observations) -> Worst:
     return Worst(
         outcome,
         seen.explanations.get(outcome.id),
-        seen.problem or "it got no answer that names its decision",
+        seen.unknown.get(outcome.id, seen.otherwise),
         [sample for sample in before if sample.at_s == last_s],
     )

@@ -127,7 +127,7 @@ def _replay(
     outcomes = simulated.replay(asked, policy, watcher.ended)
     for outcome in outcomes:
         outcome.repeat = repeat
-    return outcomes, Observations(samples=samples, explanations=told, problem=NOT_PLACED)
+    return outcomes, Observations(samples=samples, explanations=told, otherwise=NOT_PLACED)
 
 
 def _mean_ideal(each: Sequence[Ideal]) -> Ideal:

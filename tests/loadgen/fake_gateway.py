@@ -155,7 +155,12 @@ class FakeGateway:
             for worker in self.caches
         ]
         return web.json_response(
-            {"policy": self.policy, "because": f"{chosen} is right: a <test>", "workers": workers}
+            {
+                "policy": self.policy,
+                "because": f"{chosen} is right: a <test>",
+                "workers": workers,
+                "others": 3,
+            }
         )
 
     async def _models(self, request: web.Request) -> web.Response:

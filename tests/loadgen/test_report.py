@@ -85,6 +85,10 @@ async def test_the_report_escapes_what_the_model_said(page):
     assert "is right: a &lt;test&gt;" in page
 
 
+async def test_the_report_says_how_many_workers_a_decision_leaves_out(page):
+    assert page.count("and 3 more workers") == page.count("<details") > 0
+
+
 async def test_the_report_says_that_it_is_invalid_and_why(page):
     assert "Invalid run" in page
     assert "the client lagged" in page

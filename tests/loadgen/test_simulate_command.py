@@ -8,14 +8,18 @@ import pytest
 
 from cluster.settings import WorkerSettings
 from loadgen.cli import main
-from loadgen.plan import Load
+from loadgen.plan import Load, TraceSource
 from loadgen.requests import Request, encode_requests
+from loadgen.simulation.fleet import FleetOptions
 from loadgen.simulation.prompts import packed_tokens
+from loadgen.simulation.run import SimulateOptions, loads_of
 from loadgen.simulation.source import sent_of
 from loadgen.slowest import WORST
+from loadgen.traces import TraceOptions
 from router.openai_api import parse_either
 from router.tokenization import Encoder
 from worker.build import build_engine
+from worker.emulated_profiles import CostModel, Profile
 
 WORKLOAD = ["--workload", "rag", "--request-rate", "20", "--num-prompts", "40"]
 SMALL = ["--workers", "3", "--policies", "round_robin,locality"]
@@ -25,6 +29,10 @@ def run(arguments):
     with pytest.raises(SystemExit) as ended:
         main(["simulate", *arguments])
     return ended.value.code
+
+
+def summary_of(folder):
+    return json.loads((folder / "summary.json").read_text())
 
 
 def body(**fields):
@@ -91,9 +99,52 @@ def test_repeats_have_other_seeds_and_the_first_is_the_run_without_them(tmp_path
         for repeat in range(3)
     }
     assert len(times) == 3
-    summary = json.loads((tmp_path / "three" / "summary.json").read_text())
+    summary = summary_of(tmp_path / "three")
     assert (summary["repeats"], len(summary["arms"]["locality"]["repeats"])) == (3, 3)
     assert any("seeds 3 to 5" in note for note in summary["source"]["notes"])
+
+
+def test_the_ideal_of_repeats_is_the_mean_of_their_seeds(tmp_path):
+    flags = [*WORKLOAD, "--workers", "1", "--policies", "locality"]
+    ideals = []
+    for seed in (3, 4, 5):
+        out = tmp_path / str(seed)
+        assert run([*flags, "--seed", str(seed), "--out", str(out)]) == 0
+        ideals.append(summary_of(out)["ideal"])
+    out = tmp_path / "repeats"
+    assert run([*flags, "--seed", "3", "--repeats", "3", "--out", str(out)]) == 0
+    for name, value in summary_of(out)["ideal"].items():
+        single = [ideal[name] for ideal in ideals]
+        assert len(set(single)) == 3
+        assert value == pytest.approx(sum(single) / 3, abs=0.5 if name == "distinct_tokens" else 0)
+
+
+def test_repeats_of_given_requests_differ_in_the_chance_in_ties(tmp_path):
+    path, _ = request_file(tmp_path)
+    flags = ["--requests", str(path), "--workers", "50", "--policies", "random"]
+    assert run([*flags, "--repeats", "3", "--out", str(tmp_path)]) == 0
+    placed = {0: [], 1: [], 2: []}
+    for line in (tmp_path / "requests.jsonl").read_text().splitlines():
+        outcome = json.loads(line)
+        placed[outcome["repeat"]].append(outcome["worker"])
+    assert len({tuple(workers) for workers in placed.values()}) == 3
+
+
+def test_each_repeat_of_a_trace_has_the_next_seed_for_texts_and_for_the_spread():
+    taken = TraceOptions(speed_up=2.0, seed=7)
+    trace = TraceSource(files=("t.jsonl",), format="mooncake", options=taken)
+    profile = Profile(cost=CostModel(step_s=1.0), kv_tokens=1000, context_tokens=1000)
+    options = SimulateOptions(
+        load=Load(trace=trace, seed=7),
+        policies=("random",),
+        fleet=FleetOptions(workers=1, profile=profile, profile_name="any"),
+        repeats=3,
+    )
+    loads = loads_of(options)
+    assert [load.seed for load in loads] == [7, 8, 9]
+    assert [load.trace.options.seed for load in loads] == [7, 8, 9]
+    assert loads[0] == options.load
+    assert {load.trace.options.speed_up for load in loads} == {2.0}
 
 
 def test_a_fleet_that_cannot_serve_the_requests_is_invalid(tmp_path, capsys):

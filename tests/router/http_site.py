@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from collections.abc import Callable
 
 from cluster.settings import GatewaySettings
 from router.edge import Edge, Route, body_too_large, json_response, malformed, too_many_connections
@@ -120,6 +121,17 @@ def post(body: bytes, path="/echo", *headers: str) -> bytes:
 
 GET = b"GET /echo HTTP/1.1\r\nHost: h\r\n\r\n"
 CHUNKED_HEAD = b"POST /echo HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n"
+
+
+async def sweep_until(server: HttpServer, timeout_s: float, is_cut: Callable[[], bool]) -> None:
+    """Let time go by, `timeout_s` at once, until a client that takes nothing is cut off."""
+    now = asyncio.get_running_loop().time()
+    server.sweep(now)
+    async with asyncio.timeout(30):
+        while not is_cut():
+            now += timeout_s
+            server.sweep(now)
+            await asyncio.sleep(0)  # the system may still have been taking some
 
 
 async def closed(reader) -> bool:

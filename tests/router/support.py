@@ -310,3 +310,8 @@ class Rig:
     async def get(self, path: str, **options):
         async with self.http.get(path, **options) as answer:
             return answer.status, answer.headers, await answer.json()
+
+
+def count(rig: Rig, metric: str, **labels) -> float:
+    """A counter of the rig's gateway; 0 where nothing was counted."""
+    return rig.gateway.metrics.registry.get_sample_value(f"stemroute_{metric}_total", labels) or 0

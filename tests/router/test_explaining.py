@@ -1,21 +1,18 @@
 """`/admin/explain`: the table behind a decision, without any effect of it."""
 
 import json
-import random
 
 import msgspec
 import numpy as np
 import pytest
 
-from cluster.blocks import hash_blocks, join_hashes, pack_tokens
+from cluster.blocks import join_hashes
 from cluster.protocol import HEADER_WORKER, ColdReport, Load
 from router.dispatch import Dispatcher
-from router.fleet import Fleet
-from router.metrics import Metrics
-from router.policies import Decision, Policy, available, parse_policy
+from router.policies import Decision, Policy, available
 from router.policies.base import NoParameters
-from router.tokenization import Prompt
-from tests.router.support import NAMESPACE, FakeStatus, Rig, card, report
+from tests.router.deciding import dispatcher_of, prompt_of
+from tests.router.support import NAMESPACE, Rig, card, report
 from tests.router.test_forwarding import chain_of_text
 
 TEXT = "a prompt of some blocks"  # 23 tokens: 5 blocks of 4
@@ -71,20 +68,14 @@ async def test_what_lies_in_cold_tiers_is_shown_apart_and_counts_by_its_credit()
 
 
 def test_an_explanation_shows_the_costs_of_the_decision_that_follows():
-    fleet = Fleet(clock=lambda: 7.0)
-    for worker, running in (("w0", 3), ("w1", 5)):
-        fleet.on_card(card(worker))
-        load = Load(running=running, free_blocks=1000, prefill_s_per_token=0.01)
-        fleet.on_report(report(worker, load=load))
-    dispatcher = Dispatcher(fleet, parse_policy("marginal"), Metrics(fleet, FakeStatus))
-    packed = pack_tokens(range(16))
-    prompt = Prompt(packed, hash_blocks(b"root", packed, NAMESPACE.block_size), NAMESPACE)
+    dispatcher = dispatcher_of([3, 5], "marginal", prefill_s_per_token=0.01)
+    prompt = prompt_of(16)
     for number in range(3):  # from the second on it is known how long requests stay
         explanation = dispatcher.explain("tiny", "completion", prompt)
         placement = dispatcher.place("tiny", prompt, f"r{number}")
         assert (placement.candidates.stay_s > 0) == (number > 0)
         costs = {row.worker: row.cost for row in explanation.workers}
-        assert [costs["w0"], costs["w1"]] == placement.decision.costs.tolist()
+        assert [costs["w000"], costs["w001"]] == placement.decision.costs.tolist()
 
 
 async def test_a_busy_holder_loses_and_the_reason_says_so():
@@ -179,18 +170,11 @@ async def test_a_full_worker_is_left_out_as_it_is_for_a_request():
         assert (await rig.complete(TEXT))[1][HEADER_WORKER] == "w1"
 
 
-def asked(policy: Policy, batches: list[int]) -> tuple[Dispatcher, Prompt]:
-    """A dispatcher whose workers w0, w1, … have these batches; the last one holds the prompt."""
-    fleet = Fleet(clock=lambda: 7.0)
-    packed = pack_tokens(range(64))
-    prompt = Prompt(packed, hash_blocks(b"root", packed, NAMESPACE.block_size), NAMESPACE)
-    for number, batch in enumerate(batches):
-        fleet.on_card(card(f"w{number}"))
-        stored = prompt.chain if number == len(batches) - 1 else []
-        load = Load(running=batch, free_blocks=900, cached_blocks=len(stored))
-        fleet.on_report(report(f"w{number}", stored=stored, load=load))
-    metrics = Metrics(fleet, FakeStatus)
-    return Dispatcher(fleet, policy, metrics, random.Random(3)), prompt
+PROMPT = prompt_of(64)
+
+
+def where_the_last_holds_it(policy: str | Policy, batches: list[int]) -> Dispatcher:
+    return dispatcher_of(batches, policy, stored={len(batches) - 1: PROMPT.chain})
 
 
 @pytest.mark.parametrize(
@@ -201,8 +185,8 @@ def asked(policy: Policy, batches: list[int]) -> tuple[Dispatcher, Prompt]:
     ],
 )
 def test_a_worker_that_the_policy_leaves_out_says_why(policy, left_out, words):
-    dispatcher, prompt = asked(parse_policy(policy), [0, 1, 3, 8])
-    answer = dispatcher.explain("tiny", "completion", prompt)
+    dispatcher = where_the_last_holds_it(policy, [0, 1, 3, 8])
+    answer = dispatcher.explain("tiny", "completion", PROMPT)
     reasons = [row.left_out for row in answer.workers if row.cost is None]
     assert len(reasons) == left_out
     assert all(words in reason for reason in reasons)
@@ -213,16 +197,16 @@ def test_a_worker_that_the_policy_leaves_out_says_why(policy, left_out, words):
 
 
 def test_the_holders_under_the_guard_say_that_it_left_them_out():
-    dispatcher, prompt = asked(parse_policy("locality:guard=1"), [0] * 4)
+    dispatcher = where_the_last_holds_it("locality:guard=1", [0] * 4)
     for number in range(2):
-        assert dispatcher.place("tiny", prompt, f"r{number}").worker == "w3"
-    answer = dispatcher.explain("tiny", "completion", prompt)
+        assert dispatcher.place("tiny", PROMPT, f"r{number}").worker == "w003"
+    answer = dispatcher.explain("tiny", "completion", PROMPT)
     rows = {row.worker: row for row in answer.workers}
-    assert rows["w3"].cost is None
-    assert "a prefix that draws more requests than its holders' share" in rows["w3"].left_out
-    assert (answer.reason, answer.chosen != "w3") == ("guard", True)
+    assert rows["w003"].cost is None
+    assert "a prefix that draws more requests than its holders' share" in rows["w003"].left_out
+    assert (answer.reason, answer.chosen != "w003") == ("guard", True)
     assert "hotspot guard" in answer.because
-    assert dispatcher.place("tiny", prompt, "r2").worker != "w3"
+    assert dispatcher.place("tiny", PROMPT, "r2").worker != "w003"
     lines = dispatcher._metrics.text().decode().splitlines()
     name = 'stemroute_decisions_total{policy="locality:guard=1",reason='
     assert f'{name}"guard"}} 1.0' in lines
@@ -232,13 +216,13 @@ def test_the_holders_under_the_guard_say_that_it_left_them_out():
 @pytest.mark.parametrize("policy", [*available(), "locality:guard=1", "dynamo:temperature=0.5"])
 @pytest.mark.parametrize("batches", [[0] * 4, [0, 1, 3, 8], [0, 0, 0, 100]])
 def test_whatever_the_policy_each_worker_has_a_cost_or_a_reason(policy, batches):
-    dispatcher, prompt = asked(parse_policy(policy), batches)
+    dispatcher = where_the_last_holds_it(policy, batches)
     for number in range(4):
-        answer = dispatcher.explain("tiny", "completion", prompt)
+        answer = dispatcher.explain("tiny", "completion", PROMPT)
         for row in answer.workers:
             assert (row.cost is None) == bool(row.left_out), row
             assert row.left_out != "the policy left it out"
-        dispatcher.place("tiny", prompt, f"r{number}")
+        dispatcher.place("tiny", PROMPT, f"r{number}")
 
 
 def test_a_policy_that_does_not_say_why_it_leaves_a_worker_out():
@@ -247,7 +231,8 @@ def test_a_policy_that_does_not_say_why_it_leaves_a_worker_out():
         costs[0] = np.inf
         return Decision(1, costs)
 
-    dispatcher, prompt = asked(Policy("mine", never_the_first, NoParameters(), None), [0] * 3)
-    answer = dispatcher.explain("tiny", "completion", prompt)
-    assert [row.worker for row in answer.workers] == ["w1", "w2", "w0"]
+    mine = Policy("mine", never_the_first, NoParameters(), None)
+    dispatcher = where_the_last_holds_it(mine, [0] * 3)
+    answer = dispatcher.explain("tiny", "completion", PROMPT)
+    assert [row.worker for row in answer.workers] == ["w001", "w002", "w000"]
     assert [row.left_out for row in answer.workers] == ["", "", "the policy left it out"]

@@ -20,7 +20,7 @@ from cluster.protocol import (
     Load,
 )
 from router.forwarding import EventBuffer
-from tests.router.support import BLOCK_SIZE, NAMESPACE, TOKENIZER, Rig, card, event, report
+from tests.router.support import BLOCK_SIZE, NAMESPACE, TOKENIZER, Rig, card, count, event, report
 
 BODY = {"model": "tiny", "prompt": "some prompt"}
 STREAM = {**BODY, "stream": True}
@@ -37,10 +37,6 @@ def refused_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{probe.getsockname()[1]}"
-
-
-def count(rig: Rig, metric: str, **labels) -> float:
-    return rig.gateway.metrics.registry.get_sample_value(f"stemroute_{metric}_total", labels) or 0
 
 
 async def test_an_answer_comes_back_with_what_was_predicted_and_what_was_reused():

@@ -19,6 +19,7 @@ from tests.router.http_site import (
     answer,
     closed,
     post,
+    sweep_until,
 )
 
 
@@ -140,17 +141,6 @@ async def test_heads_must_come_in_time_and_bodies_as_long_as_they_move(monkeypat
 LOOPS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 
 
-async def sweep_until_cut(site):
-    """Let time go by until a client that takes nothing is cut off."""
-    now = asyncio.get_running_loop().time()
-    site.server.sweep(now)
-    async with asyncio.timeout(30):
-        while site.server.connections:
-            now += WRITE_TIMEOUT_S
-            site.server.sweep(now)
-            await asyncio.sleep(0)  # the system may still have been taking some
-
-
 @LOOPS
 def test_a_client_that_stops_reading_is_cut_off_and_its_handler_cancelled(run, caplog):
     caplog.set_level(logging.INFO)
@@ -172,7 +162,7 @@ def test_a_client_that_stops_reading_is_cut_off_and_its_handler_cancelled(run, c
             reader, writer = await site.connect()
             writer.write(GET)
             await reader.readuntil(b"\r\n\r\n")
-            await sweep_until_cut(site)
+            await sweep_until(site.server, WRITE_TIMEOUT_S, lambda: not site.server.connections)
             await asyncio.wait_for(cancelled.wait(), 10)
             assert (site.server.counts.stalled, len(site.server.connections)) == (1, 0)
 
@@ -201,30 +191,54 @@ def test_a_whole_answer_is_read_as_slowly_as_the_client_likes_but_not_left(run):
                 site.server.sweep(now)
                 assert len(site.server.connections) == 1
             assert site.server.counts.stalled == 0
-            await sweep_until_cut(site)
+            await sweep_until(site.server, WRITE_TIMEOUT_S, lambda: not site.server.connections)
             assert site.server.counts.stalled == 1
 
     run(read_slowly())
+
+
+LARGE_BYTES = 20_000_000
+
+
+async def large_answer(site):
+    """The head of an answer that is written, of which its client has yet to read the body."""
+
+    async def at_once(request):
+        request._connection.transport.set_write_buffer_limits(high=LARGE_BYTES + 10_000_000)
+        return Response(b"x" * LARGE_BYTES)
+
+    site.server.answer = at_once
+    reader, writer = await site.connect(receive_bytes=65_536)
+    writer.write(GET)
+    await reader.readuntil(b"\r\n\r\n")
+    (connection,) = site.server.connections
+    assert connection.task is None
+    return reader
 
 
 @LOOPS
 def test_a_silent_connection_is_not_closed_before_its_last_answer_is_read(run):
     async def read_late():
         async with Site() as site:
-
-            async def at_once(request):
-                request._connection.transport.set_write_buffer_limits(high=30_000_000)
-                return Response(b"x" * 20_000_000)
-
-            site.server.answer = at_once
-            reader, writer = await site.connect(receive_bytes=65_536)
-            writer.write(GET)
-            await reader.readuntil(b"\r\n\r\n")
-            (connection,) = site.server.connections
-            assert connection.task is None
+            reader = await large_answer(site)
             site.server.sweep(asyncio.get_running_loop().time() + IDLE_S + 1)
-            await reader.readexactly(20_000_000)
+            await reader.readexactly(LARGE_BYTES)
             assert await closed(reader)
+
+    run(read_late())
+
+
+@LOOPS
+def test_who_still_reads_a_last_answer_makes_no_way(run, monkeypatch):
+    monkeypatch.setattr(http_server, "MAKES_WAY_S", 0.0)
+
+    async def read_late():
+        async with Site(max_connections=1) as site:
+            reader = await large_answer(site)
+            refused, _ = await site.connect()
+            assert (await answer(refused))[0] == 503
+            assert site.server.counts.refused == 1
+            assert len(await reader.readexactly(LARGE_BYTES)) == LARGE_BYTES
 
     run(read_late())
 
@@ -246,7 +260,7 @@ async def test_requests_sent_ahead_are_not_answered_before_the_client_reads(stre
         reader, writer = await site.connect()
         writer.write(GET * 1000)
         await answer(reader)
-        await sweep_until_cut(site)
+        await sweep_until(site.server, WRITE_TIMEOUT_S, lambda: not site.server.connections)
         assert answered < 1000
 
 
@@ -330,7 +344,7 @@ def test_of_those_turned_away_only_so_many_may_linger(run, monkeypatch):
     run(crowd())
 
 
-async def test_stopping_lets_answers_be_read_to_their_end(monkeypatch):
+async def test_stopping_lets_answers_be_read_to_their_end():
     async with Site() as site:
         large = b"x" * 20_000_000
 

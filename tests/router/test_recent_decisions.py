@@ -5,20 +5,16 @@ import json
 
 import pytest
 
-from cluster.blocks import hash_blocks, pack_tokens
 from cluster.protocol import HEADER_EXPLAIN, HEADER_REQUEST_ID, HEADER_WORKER, Load
-from router.dispatch import Dispatcher
-from router.fleet import Fleet
-from router.metrics import Metrics
-from router.policies import parse_policy
 from router.recent_decisions import MOST_WORKERS, RecentDecisions
-from router.tokenization import Prompt
-from tests.router.support import NAMESPACE, FakeStatus, Rig, card, report
+from tests.router.deciding import dispatcher_of, prompt_of
+from tests.router.support import Rig, report
 from tests.router.test_forwarding import chain_of_text
 
 TEXT = "a prompt of some blocks"  # 23 tokens: 5 blocks of 4
 BODY = {"model": "tiny", "prompt": TEXT}
 ASKING = {HEADER_EXPLAIN: "1"}
+PROMPT = prompt_of(16)
 
 
 async def told(rig, request_id):
@@ -27,24 +23,10 @@ async def told(rig, request_id):
     return answer, {row["worker"]: row for row in answer["workers"]}
 
 
-def dispatcher_of(workers, policy="locality", **loads):
-    fleet = Fleet(clock=lambda: 7.0)
-    for number in range(workers):
-        name = f"w{number:03d}"
-        fleet.on_card(card(name))
-        fleet.on_report(report(name, load=Load(running=number, free_blocks=1000)))
-    return Dispatcher(fleet, parse_policy(policy), Metrics(fleet, FakeStatus))
-
-
-def prompt_of(tokens=16):
-    packed = pack_tokens(range(tokens))
-    return Prompt(packed, hash_blocks(b"root", packed, NAMESPACE.block_size), NAMESPACE)
-
-
 def placed(dispatcher, request_id="r", excluded=()):
     """The placement, and what is kept of it."""
     dispatcher.recent.want(request_id, "completion")
-    placement = dispatcher.place("tiny", prompt_of(), request_id, excluded)
+    placement = dispatcher.place("tiny", PROMPT, request_id, excluded)
     return placement, json.loads(dispatcher.recent.find(request_id))
 
 
@@ -124,10 +106,9 @@ async def test_a_refused_request_leaves_nothing_behind():
 
 
 def test_full_workers_are_shown_as_left_out():
-    dispatcher = dispatcher_of(3)
-    dispatcher.fleet.on_report(
-        report("w000", sequence=2, stored=prompt_of().chain, load=Load(running=5, free_blocks=0))
-    )
+    dispatcher = dispatcher_of(range(3), stored={0: PROMPT.chain})
+    full = Load(running=5, free_blocks=0)
+    dispatcher.fleet.on_report(report("w000", sequence=2, load=full))
     _, answer = placed(dispatcher)
     assert answer["chosen"] == "w001"
     last = answer["workers"][-1]
@@ -136,18 +117,21 @@ def test_full_workers_are_shown_as_left_out():
     assert last["hit_tokens"] == 12
 
 
+@pytest.mark.parametrize(("full", "shown", "others"), [(0, 16, 84), (3, 19, 81), (40, 32, 68)])
 @pytest.mark.parametrize("policy", ["locality", "round_robin", "random"])
-def test_of_many_workers_the_chosen_the_best_holder_and_the_cheapest_are_shown(policy):
-    dispatcher = dispatcher_of(100, policy)
-    dispatcher.fleet.on_report(
-        report(
-            "w090", sequence=2, stored=prompt_of().chain, load=Load(running=90, free_blocks=1000)
-        )
-    )
+def test_of_many_workers_the_chosen_the_best_holder_and_the_cheapest_are_shown(
+    policy, full, shown, others
+):
+    dispatcher = dispatcher_of(range(100), policy, stored={90: PROMPT.chain})
+    for number in range(40, 40 + full):
+        load = Load(running=number, free_blocks=0)
+        dispatcher.fleet.on_report(report(f"w{number:03d}", sequence=2, load=load))
     placement, answer = placed(dispatcher)
     rows = {row["worker"]: row for row in answer["workers"]}
-    assert len(rows) == MOST_WORKERS
-    assert answer["others"] == 100 - MOST_WORKERS
+    assert (len(rows), answer["others"]) == (shown, others)
+    left_out = [row["left_out"] for row in rows.values() if row["cost"] is None]
+    assert len(left_out) == shown - MOST_WORKERS
+    assert all("no room" in reason for reason in left_out)
     assert answer["chosen"] == placement.worker
     assert [name for name, row in rows.items() if row["chosen"]] == [placement.worker]
     assert rows["w090"]["hit_tokens"] == 12
@@ -158,15 +142,16 @@ def test_of_many_workers_the_chosen_the_best_holder_and_the_cheapest_are_shown(p
             strict=True,
         )
     )
-    by_name = {m.card.worker: costs[m.key] for m in dispatcher.fleet.members()}
-    assert {name: row["cost"] for name, row in rows.items()} == {n: by_name[n] for n in rows}
+    members = dispatcher.fleet.members()
+    by_name = {m.card.worker: costs[m.key] for m in members if m.key in costs}
+    assert {name: row["cost"] for name, row in rows.items()} == {n: by_name.get(n) for n in rows}
     if policy == "locality":
         cheapest = sorted(by_name, key=by_name.get)[: MOST_WORKERS - 2]
         assert set(cheapest) <= set(rows)
 
 
 def test_ended_requests_are_forgotten_in_the_order_they_ended_and_running_ones_never():
-    dispatcher = dispatcher_of(2)
+    dispatcher = dispatcher_of(range(2))
     dispatcher.recent = recent = RecentDecisions(most=2)
     for name in ("a", "b", "c", "d", "runs"):
         placed(dispatcher, name)

@@ -61,9 +61,15 @@ async def test_a_worker_out_of_reach_is_waited_for_too():
 
 async def test_a_worker_that_is_tried_again_without_a_report_ends_the_wait():
     async with Rig(queue=5) as rig:
+        now = rig.fleet._clock()
+        rig.fleet._clock = lambda: now
         rig.fleet._suspects._for_s = 0.01
         rig.fleet.suspect("w0")
-        assert (await rig.complete(PROMPT))[0] == 200
+        asked = asyncio.create_task(rig.complete(PROMPT))
+        while rig.gateway.admission._looking_later is None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        rig.fleet._clock = lambda: now + 0.01
+        assert (await asked)[0] == 200
 
 
 async def test_they_are_placed_in_order_of_arrival_and_nobody_overtakes(monkeypatch):
@@ -110,13 +116,16 @@ async def test_time_runs_from_the_arrival_and_ends_with_503():
         assert rig.gateway.admission.waiting == 0
 
 
-async def test_one_that_waited_for_room_is_told_that_no_worker_is_ready_any_more():
-    async with Rig(queue=5, queue_timeout_s=0.5) as rig:
+async def test_one_that_waited_for_room_is_told_that_no_worker_is_ready_any_more(monkeypatch):
+    async with Rig(queue=5, queue_timeout_s=30.0) as rig:
         await rig.complete(PROMPT)
         rig.fleet.on_report(report("w0", load=FULL))
         asked = asyncio.create_task(rig.complete(PROMPT))
         await waits(rig)
         drain(rig)
+        loop = asyncio.get_running_loop()
+        time = loop.time
+        monkeypatch.setattr(loop, "time", lambda: time() + 30.0)
         status, _, body = await asked
         assert (status, body["error"]["code"]) == (503, "no_ready_worker")
 

@@ -4,10 +4,7 @@ import pytest
 
 from cluster.blocks import hash_blocks, join_hashes, pack_tokens
 from tests.worker.recording_runner import ROOT, Rig
-
-
-def prompt_of(length, first=1):
-    return [first] + [2] * (length - 1)
+from tests.worker.scheduling import prompt_of
 
 
 def hashes_of(tokens, root=ROOT, block_size=4):

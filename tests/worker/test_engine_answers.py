@@ -4,10 +4,8 @@ import pytest
 
 from cluster.protocol import RequestError
 from tests.worker.recording_runner import VOCABULARY, Rig
-from tests.worker.test_engine import prompt_of
+from tests.worker.scheduling import prompt_of
 from worker.engine import InvariantError
-
-# How requests end
 
 
 def test_finish_reasons():
