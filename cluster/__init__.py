@@ -1,1 +1,1 @@
-"""What routers and workers agree on, and how they are deployed."""
+"""What routers and workers agree on: block hashes, messages, the bus, settings."""

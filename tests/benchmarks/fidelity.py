@@ -15,7 +15,6 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from cluster.local import LocalCluster, LocalClusterError
 from cluster.settings import BusSettings, GatewaySettings, ServeSettings, Settings, WorkerSettings
 from loadgen.arrivals import Arrivals
 from loadgen.compare import RunOptions
@@ -29,6 +28,7 @@ from loadgen.simulation.saturation import sustained_rate
 from loadgen.simulation.source import sent_of
 from loadgen.summary import Summary
 from loadgen.workloads import NoSharing, Rag
+from ops.local import LocalCluster, LocalClusterError
 from worker.emulated_profiles import profile_of
 
 PROFILE = "h200-llama3-70b-fp8"

@@ -16,9 +16,9 @@ import aiohttp
 import msgspec
 
 from cluster.blocks import pack_tokens
-from cluster.local import start_valkey
 from cluster.protocol import GenerateRequest, Sampling
 from cluster.settings import Settings, WorkerSettings
+from ops.local import start_valkey
 from tests.benchmarks.decoding import ROOT
 from worker.build import build_engine
 from worker.engine import EngineRequest

@@ -11,7 +11,7 @@ from cluster.settings import (
     load_settings,
     settings_environment,
 )
-from cluster.settings_doc import SECTIONS, meanings, render
+from ops.settings_doc import SECTIONS, meanings, render
 
 DOCS = Path(__file__).parents[2] / "docs" / "settings.md"
 
@@ -57,7 +57,7 @@ def test_a_child_process_loads_equal_settings() -> None:
 
 
 def test_the_page_of_settings_is_up_to_date_and_says_something_of_each() -> None:
-    assert DOCS.read_text() == render(), "run: python -m cluster.settings_doc > docs/settings.md"
+    assert DOCS.read_text() == render(), "run: python -m ops.settings_doc > docs/settings.md"
     for _, struct, prefix in SECTIONS:
         nested = {"bus", "gateway", "worker", "serve"} if not prefix else set()
         assert set(meanings(struct)) == set(struct.__struct_fields__) - nested

@@ -46,7 +46,7 @@ def process_environment(manifests, name):
 
 def application_args(manifests):
     (application,) = serve_config(manifests)["applications"]
-    assert application["import_path"] == "cluster.serve_app:application"
+    assert application["import_path"] == "ops.serve_app:application"
     return application["args"]
 
 
@@ -155,7 +155,7 @@ def test_autoscaling_goes_by_what_workers_tell(rendered):
     scaling = deployment["autoscaling_config"]
     assert (scaling["min_replicas"], scaling["max_replicas"]) == (3, 13)  # one is in group spare
     assert scaling["policy"] == {
-        "policy_function": "cluster.autoscaling:BatchSizePolicy",
+        "policy_function": "ops.autoscaling:BatchSizePolicy",
         "policy_kwargs": {"target_batch_size": 16},
     }
     (application,) = serve_config(rendered("defaults"))["applications"]
@@ -163,7 +163,7 @@ def test_autoscaling_goes_by_what_workers_tell(rendered):
 
 
 def test_the_application_has_the_deployment_that_autoscaling_names(rendered):
-    serve_app = pytest.importorskip("cluster.serve_app", reason="needs Ray Serve")
+    serve_app = pytest.importorskip("ops.serve_app", reason="needs Ray Serve")
     manifests = rendered("everything_scales_and_is_watched")
     (config,) = serve_config(manifests)["applications"]
     application = serve_app.application(config["args"])

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from cluster.demo import GROUPS, TURNS, USERS, loadgen_arguments
 from loadgen.cli import main, split_policies, spread_goodput
+from ops.demo import GROUPS, TURNS, USERS, loadgen_arguments
 from tests.loadgen.fake_gateway import FakeGateway, serving, whole_answer
 
 SMALL = ["--groups=2", "--users=2", "--turns=2", "--system-tokens=30", "--output-tokens=4"]

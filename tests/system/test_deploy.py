@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(240)
 RAY_TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5" * 64}
 """Ray asks whoever joins or deploys for its cluster's token."""
 
-STEMROUTE = [sys.executable, "-m", "cluster.cli"]
+STEMROUTE = [sys.executable, "-m", "ops.cli"]
 
 
 @pytest.fixture

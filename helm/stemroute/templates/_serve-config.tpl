@@ -9,7 +9,7 @@ environment; secrets are not among them, they come to the pods as environment.
 proxy_location: Disabled
 applications:
   - name: stemroute
-    import_path: cluster.serve_app:application
+    import_path: ops.serve_app:application
     route_prefix: null
     args:
       worker:
@@ -39,7 +39,7 @@ applications:
           upscale_delay_s: {{ .upscaleDelaySeconds }}
           downscale_delay_s: {{ .downscaleDelaySeconds }}
           policy:
-            policy_function: cluster.autoscaling:BatchSizePolicy
+            policy_function: ops.autoscaling:BatchSizePolicy
             policy_kwargs:
               target_batch_size: {{ .targetBatchSize }}
     {{- end }}

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import httpx
 
-from cluster.local import start_valkey
+from ops.local import start_valkey
 
 START_S = 30.0
 POOL = "gateway-benchmark"
@@ -82,7 +82,7 @@ class Stage:
         port = free_port()
         process = self._start(
             [
-                *(sys.executable, "-m", "cluster.cli", "gateway", "--port", str(port)),
+                *(sys.executable, "-m", "ops.cli", "gateway", "--port", str(port)),
                 *("--redis-url", self._redis_url),
             ],
             env={**os.environ, "STEMROUTE_POOL": POOL},

@@ -8,10 +8,10 @@ from typing import Any
 
 import httpx
 
-from cluster.bus_links import BusLinks
-from cluster.links import Broken, Skip, Step, settled
 from cluster.protocol import HEADER_HIT_TOKENS, HEADER_WORKER
 from cluster.settings import GatewaySettings
+from ops.bus_links import BusLinks
+from ops.links import Broken, Skip, Step, settled
 
 
 class GatewayLinks:

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.bus import BusKeys, Publisher, connect
-from cluster.cli import app
-from cluster.doctor import examine, healthy
 from cluster.protocol import PROTOCOL_VERSION, Load
 from cluster.settings import BusSettings, GatewaySettings, Settings, WorkerSettings
+from ops.cli import app
+from ops.doctor import examine, healthy
 from router.gateway import Gateway
 from tests.router.support import FakeWorker
 from tests.router.test_over_the_bus import Heard, Published

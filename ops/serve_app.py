@@ -5,7 +5,7 @@ that runs already, and from a Serve configuration file (as the Helm chart writes
 
     applications:
       - name: stemroute
-        import_path: cluster.serve_app:application
+        import_path: ops.serve_app:application
         route_prefix: null
         args: {pool: ..., worker: {...}, serve: {...}}
 
@@ -22,7 +22,7 @@ from ray import serve
 from ray.serve import Application
 
 from cluster.settings import Settings, flat_settings, load_settings
-from worker.replica import WorkerReplica
+from ops.replica import WorkerReplica
 
 APPLICATION = "stemroute"
 DEPLOYMENT = "worker"

@@ -16,9 +16,9 @@ from cluster.blocks import Namespace, split_hashes
 from cluster.bus import BusKeys
 from cluster.follower import NO_ENTRY, stream_entries
 from cluster.following import card_problem
-from cluster.links import Broken, Skip, Step, settled
 from cluster.protocol import PROTOCOL_VERSION, BlockList, WorkerCard
 from cluster.settings import Settings
+from ops.links import Broken, Skip, Step, settled
 
 
 class Announced(NamedTuple):

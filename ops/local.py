@@ -143,7 +143,7 @@ class LocalCluster:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         import ray
 
-        from cluster.serve_app import run_application
+        from ops.serve_app import run_application
 
         options = self.settings.serve
         self._say("starting Ray")
@@ -172,7 +172,7 @@ class LocalCluster:
     def _start_gateway(self) -> None:
         self._say("starting the gateway")
         self._gateway = subprocess.Popen(
-            [sys.executable, "-m", "cluster.cli", "gateway"],
+            [sys.executable, "-m", "ops.cli", "gateway"],
             env={**os.environ, **settings_environment(self.settings)},
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for this process, which stops the gateway in turn
@@ -205,7 +205,7 @@ class LocalCluster:
 
 
 def _drain_workers() -> None:
-    from cluster.serve_app import remove_application
+    from ops.serve_app import remove_application
 
     try:
         remove_application()

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.autoscaling import BATCH_SIZE, BatchSizePolicy
+from ops.autoscaling import BATCH_SIZE, BatchSizePolicy
 
 
 def context(batches: dict[str, float], running: list[str], target: int) -> SimpleNamespace:
@@ -53,7 +53,7 @@ def test_serve_loads_the_policy_by_its_name():
         min_replicas=1,
         max_replicas=4,
         policy={
-            "policy_function": "cluster.autoscaling:BatchSizePolicy",
+            "policy_function": "ops.autoscaling:BatchSizePolicy",
             "policy_kwargs": {"target_batch_size": 16},
         },
     ).policy

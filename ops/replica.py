@@ -7,8 +7,8 @@ from typing import Any
 
 from ray import serve
 
-from cluster.autoscaling import BATCH_SIZE
 from cluster.settings import flat_settings, load_settings
+from ops.autoscaling import BATCH_SIZE
 from worker.server import WorkerServer
 
 

@@ -6,9 +6,9 @@ import msgspec
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cluster.cli import app
 from cluster.protocol import Load
-from cluster.status import cache_table
+from ops.cli import app
+from ops.status import cache_table
 from tests.router.support import Rig, report
 from tests.router.test_worker_admin import VIEW, changing, telling
 

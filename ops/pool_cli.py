@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from cluster.console import AdminKey, AsJson, Config, Url, ask_gateway, fail, out
 from cluster.settings import load_settings
+from ops.console import AdminKey, AsJson, Config, Url, ask_gateway, fail, out
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -25,7 +25,7 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show the workers as a gateway sees them."""
-    from cluster.status import cache_table, status_table
+    from ops.status import cache_table, status_table
 
     fleet = ask_gateway(url, admin_key, "fleet")
     cache = ask_gateway(url, admin_key, "cache")
@@ -67,7 +67,7 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Show where a request would go now, and why. Nothing is sent to a worker."""
-    from cluster.explain import explain_table
+    from ops.explain import explain_table
 
     if sum(given is not None for given in (prompt, chat, file)) != 1:
         fail("give one of --prompt TEXT, --chat TEXT and --file BODY.json", code=2)
@@ -102,7 +102,7 @@ def doctor(
     """Walk the chain from Redis to a reused prompt; say which link is broken, and the mend."""
     import msgspec
 
-    from cluster.doctor import examine, healthy, links_table
+    from ops.doctor import examine, healthy, links_table
 
     flags = {
         "redis_url": redis_url,

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from cluster.console import Config, fail, out, say
-from cluster.pool_cli import add_commands
 from cluster.settings import Settings, SettingsError, load_settings
+from ops.console import Config, fail, out, say
+from ops.pool_cli import add_commands
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -64,7 +64,7 @@ def up(
     config: Config = None,
 ) -> None:
     """Start a whole cluster on this machine and serve until Ctrl-C."""
-    from cluster.local import LocalCluster, LocalClusterError
+    from ops.local import LocalCluster, LocalClusterError
 
     flags = {
         "serve.replicas": workers,
@@ -97,8 +97,8 @@ def demo(
     ),
 ) -> None:
     """Compare round_robin with locality on a small real model, on this machine's CPUs."""
-    from cluster.demo import demo_settings, loadgen_arguments, measure_rate
-    from cluster.local import LocalCluster, LocalClusterError
+    from ops.demo import demo_settings, loadgen_arguments, measure_rate
+    from ops.local import LocalCluster, LocalClusterError
 
     _stop_on_signals()
     try:
@@ -255,7 +255,7 @@ def deploy(
         fail(f"no Ray cluster at {address}: start one with: ray start --head")
     import ray
 
-    from cluster.serve_app import remove_application, run_application
+    from ops.serve_app import remove_application, run_application
 
     try:
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)

@@ -18,11 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.bus import connect
-from cluster.bus_links import BusLinks
-from cluster.gateway_links import GatewayLinks
-from cluster.links import HTTP_TIMEOUT_S, Link, LinkState, take
 from cluster.protocol import pool_token
 from cluster.settings import Settings
+from ops.bus_links import BusLinks
+from ops.gateway_links import GatewayLinks
+from ops.links import HTTP_TIMEOUT_S, Link, LinkState, take
 
 PATIENCE_S = 5.0
 """What needs a moment to become true (reports, an index) gets so long."""

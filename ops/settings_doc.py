@@ -1,4 +1,4 @@
-"""Every setting as a page: `python -m cluster.settings_doc > docs/settings.md`.
+"""Every setting as a page: `python -m ops.settings_doc > docs/settings.md`.
 
 The meanings are those of the docstrings in `cluster.settings`, so the page cannot differ from them.
 """

@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cluster.cli import app
-from cluster.explain import explain_table, verdict
 from cluster.protocol import Load
+from ops.cli import app
+from ops.explain import explain_table, verdict
 from tests.router.support import Rig, card, report
 from tests.router.test_forwarding import chain_of_text
 

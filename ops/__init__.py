@@ -1,0 +1,1 @@
+"""How Stemroute is deployed, operated and looked at: the command line and what it starts."""
