@@ -8,7 +8,6 @@ derived anew from its last report and the list of its unnamed requests each time
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 
 import msgspec
@@ -26,7 +25,6 @@ from router.member import Booking, Member, ModelGroup, booked_of, idle_load, row
 from router.policies import Candidates
 from router.prefix_index import MAX_PAIRS, PrefixIndex
 from router.suspects import Suspects
-from router.traffic import Traffic
 
 CLAIM_LIFE_S = 60.0
 """Blocks of a routed request count as coming for so long at most; its end is sooner, mostly."""
@@ -70,7 +68,6 @@ class Fleet:
         self._spread = Spread()
         self.groups = Groups(self._table, clock)
         self._suspects = Suspects(suspect_s)
-        self._traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
         self._bookings: dict[int, Booking] = {}
         self._serial = 0
 
@@ -223,7 +220,7 @@ class Fleet:
         if columns is None:
             columns = self._table.columns(slots, None)
         hits = hit_tokens[slots if run is None else run]
-        traffic = self._traffic[group.reference.model]
+        traffic = group.traffic
         return Candidates(
             prompt_tokens=prompt_tokens,
             block_size=block_size,
@@ -267,7 +264,7 @@ class Fleet:
         """Count a request at a worker, and its blocks as coming there, until `release`."""
         member = self.at(slot)
         self._serial += 1
-        now, traffic = self._clock(), self._traffic[member.card.model]
+        now, traffic = self._clock(), self.groups.by_model[member.card.model].traffic
         booking = Booking(self._serial, member, traffic, request_id, prompt_tokens, hit_tokens)
         booking.claim = self.coming.claim(slot, chain, now)
         traffic.come(now)
@@ -406,7 +403,4 @@ class Fleet:
         return [member for member in self._members.values() if member.card.model == model]
 
     def _regroup(self, model: str) -> None:
-        members = self._of(model)
-        self.groups.put(model, members)
-        if not members:
-            self._traffic.pop(model, None)
+        self.groups.put(model, self._of(model))

@@ -106,6 +106,7 @@ class ModelGroup(NamedTuple):
     slots, mask      the usable ones, as sorted numbers and as a bit mask
     run              the slots as a slice, where they are one
     columns          of the slots where they are a run: views that change with the fleet
+    traffic          this router's own requests to the model
     """
 
     reference: WorkerCard | None
@@ -114,6 +115,7 @@ class ModelGroup(NamedTuple):
     mask: int
     run: slice | None
     columns: Columns | None
+    traffic: Traffic
 
 
 def idle_load(card: WorkerCard) -> Load:

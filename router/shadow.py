@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from cluster.protocol import prefill_pairs
 from router.fleet import Fleet
@@ -269,10 +270,12 @@ class Arm:
         columns = candidates.columns
         hit_tokens = depths[columns.slots] * block_size
         free_blocks = np.maximum(columns.capacity_blocks - taken, 0)
-        return candidates._replace(
+        return structs.replace(
+            candidates,
             hit_tokens=hit_tokens,
             best_hit_tokens=int(hit_tokens.max()),
-            columns=columns._replace(
+            columns=structs.replace(
+                columns,
                 pending_tokens=pending,
                 running=batch - computing,
                 waiting=computing,
