@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.blocks import split_hashes
-from cluster.protocol import ColdReport, Load, Report, WorkerCard, WorkerState
+from cluster.protocol import ColdReport, Load, Report, WorkerCard, WorkerState, prefill_pairs
 from router.bitmask import Spread
 from router.cold_index import ColdIndex
 from router.columns import ROWS, LoadTable
 from router.coming import ComingBlocks
 from router.groups import Groups
-from router.member import Booking, Member, ModelGroup, booked_of, idle_load, row_of
+from router.member import Booking, Member, ModelGroup, booked_of, idle_load, member_of, row_of
 from router.policies import Candidates
 from router.prefix_index import MAX_PAIRS, PrefixIndex
 from router.suspects import Suspects
@@ -78,7 +78,7 @@ class Fleet:
         member = self._members.get(card.worker)
         before = "" if member is None else member.card.model
         if member is None:
-            member = Member(card, self._free_slot())
+            member = member_of(card, self._free_slot())
             self._members[card.worker] = member
             self._by_slot[member.slot] = member
         elif card.epoch < member.card.epoch:
@@ -214,7 +214,8 @@ class Fleet:
         # not a slice of the chain: that would touch every one of its hashes
         reusable = min(len(chain), (prompt_tokens - 1) // block_size)
         hit_tokens, most = self._device_hits(chain, mask, reusable, block_size)
-        if self.cold:
+        cold = bool(self.cold)
+        if cold:
             depths = hit_tokens // block_size
             hit_tokens += self.cold.credited_tokens(depths, chain, mask, reusable, block_size)
         if columns is None:
@@ -226,7 +227,7 @@ class Fleet:
             block_size=block_size,
             chain=chain,
             hit_tokens=hits,
-            best_hit_tokens=int(hits.max()) if self.cold else most * block_size,
+            best_hit_tokens=int(hits.max()) if cold else most * block_size,
             columns=columns,
             stay_s=traffic.stay_s(self._clock()),
             in_flight=traffic.in_flight,
@@ -264,9 +265,19 @@ class Fleet:
         """Count a request at a worker, and its blocks as coming there, until `release`."""
         member = self.at(slot)
         self._serial += 1
-        now, traffic = self._clock(), self.groups.by_model[member.card.model].traffic
-        booking = Booking(self._serial, member, traffic, request_id, prompt_tokens, hit_tokens)
-        booking.claim = self.coming.claim(slot, chain, now)
+        now, card = self._clock(), member.card
+        traffic = self.groups.by_model[card.model].traffic
+        new_tokens = prompt_tokens - hit_tokens if hit_tokens < prompt_tokens else 1
+        booking = Booking(
+            self._serial,
+            member,
+            traffic,
+            request_id,
+            new_tokens,
+            prefill_pairs(prompt_tokens - new_tokens, prompt_tokens),
+            -(-new_tokens // card.namespace.block_size),
+            self.coming.claim(slot, chain, now),
+        )
         traffic.come(now)
         self._bookings[booking.serial] = booking
         if member.unnamed.setdefault(request_id, booking) is booking:
@@ -283,8 +294,7 @@ class Fleet:
         if self._bookings.pop(booking.serial, None) is None:
             return
         booking.traffic.end()
-        if booking.claim is not None:
-            self.coming.end(booking.claim)
+        self.coming.end(booking.claim)
         member = booking.member
         if member.unnamed.get(booking.request_id) is booking:
             del member.unnamed[booking.request_id]

@@ -68,7 +68,7 @@ class _Placed(NamedTuple):
     pending_pairs: int
 
 
-class _Ghost:
+class _Ghost(msgspec.Struct, eq=False):
     """One worker in one epoch, as an arm imagines it.
 
     cached        its blocks, the longest unused first; parents are newer than their children, so
@@ -78,23 +78,14 @@ class _Ghost:
     taken_blocks  blocks that all of them take; what they share counts once
     """
 
-    __slots__ = (
-        "cached",
-        "computing",
-        "epoch",
-        "pending_pairs",
-        "pending_tokens",
-        "taken_blocks",
-        "unfinished",
-        "worker",
-    )
-
-    def __init__(self, worker: str, epoch: int) -> None:
-        self.worker = worker
-        self.epoch = epoch
-        self.cached: dict[bytes, None] = {}
-        self.unfinished: dict[str, _Placed] = {}
-        self.computing = self.pending_tokens = self.pending_pairs = self.taken_blocks = 0
+    worker: str
+    epoch: int
+    cached: dict[bytes, None] = msgspec.field(default_factory=dict)
+    unfinished: dict[str, _Placed] = msgspec.field(default_factory=dict)
+    computing: int = 0
+    pending_tokens: int = 0
+    pending_pairs: int = 0
+    taken_blocks: int = 0
 
     def place(self, request_id: str, placed: _Placed) -> None:
         """A request is sent there."""
