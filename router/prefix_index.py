@@ -8,9 +8,11 @@ range splits the workers into those that go deeper and those that do not.
                         │
             holders ────┴──▶ search (mid, n]      others ──▶ search [0, mid]
 
-Where many workers part, a common beginning ends: mostly where it ended for the last prompts
-with the same first block. These places are probed before the middle. Beyond the deepest of them
-a conversation begins, and its few holders are looked for first where they ended last time.
+Depths at which many workers part end a shared prefix: mostly the same ones as for the last
+prompts with the same first block. Behind the deepest of them a conversation begins, whose few
+holders mostly end where they ended last time, or later. So two blocks at each of these depths, the
+last one held and the first one not held, are looked up first, and only what lies between them is
+searched by halves.
 
 The masks lie in 256 dictionaries, by the first byte of the hash. A dictionary that grows moves
 all its entries at once: one of ten million would hold up the event loop for a second, one of
@@ -42,7 +44,7 @@ of a worker's blocks for the deepest."""
 SHARDS = 256
 
 MAX_PARTINGS = 4
-"""Places where workers parted that are remembered for one block where a range begins."""
+"""Depths that are remembered for one block where a shared prefix or a conversation begins."""
 
 MAX_BEGINNINGS = 16_384
 """Blocks for which they are."""
@@ -67,8 +69,9 @@ class PrefixIndex:
         self._held: dict[int, HeldBlocks] = {}
         self._dropped: dict[int, int] = {}
         self._pairs = 0
-        # first block of a chain -> places around the depths at which many workers parted, and
-        # block where the deepest of them ends -> those where the few that go on ended last time
+        # indices to look up first, descending, `d` and `d - 1` per depth `d` that is remembered:
+        # under the first block of a chain, depths at which many workers parted; under the block
+        # at the deepest of these, depths of the few that held it
         self._places: dict[bytes, tuple[int, ...]] = {}
         self._spread = Spread()
 
