@@ -181,6 +181,7 @@ async def drive(
                 rate=rate or rig.rate,
                 seconds=seconds,
                 patience_s=PATIENCE_S,
+                fresh=rig.fresh,
             )
         )
         try:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -20,22 +21,40 @@ WHOLE_EVERY = 7
 """Each seventh request asks for a whole answer instead of a stream."""
 SEEDED_EVERY = 3
 """Each third request samples with a seed; the others are greedy."""
+SERIAL_DIGITS = 8
+
+serials = itertools.count(1)
+"""Of this process: none comes twice."""
 
 PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request that has one right answer: greedy, or sampled with a seed."""
+    """One request that has one right answer: greedy, or sampled with a seed.
+
+    serial   digits in its prompt. To an emulated worker, whose answer follows from the prompt's
+             length and last token, another serial is a new prompt with the same answer.
+    """
 
     number: int
     kind: str
-    body: dict[str, Any]
+    fields: dict[str, Any]
+    text: str
+    serial: int = 0
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What is sent."""
+        prompt = self.text.format(serial=f"{self.serial:0{SERIAL_DIGITS}}")
+        if self.kind == "chat":
+            return {**self.fields, "messages": [{"role": "user", "content": prompt}]}
+        return {**self.fields, "prompt": prompt}
 
     @property
     def stream(self) -> bool:
         """Whether the answer is a stream of events."""
-        return bool(self.body["stream"])
+        return bool(self.fields["stream"])
 
 
 @dataclass
@@ -119,9 +138,9 @@ def asks(
     found = []
     for number in range(first, first + count):
         stem = f"You are assistant number {number % STEMS}. Answer in a few words. " * 6
-        text = f"{stem}Question {number}: " + "why? " * rng.randint(1, 30)
+        text = f"{stem}Question {{serial}} of {number}: " + "why? " * rng.randint(1, 30)
         streams = number % WHOLE_EVERY != WHOLE_EVERY - 1 if stream is None else stream
-        body: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "model": model,
             "max_tokens": rng.randint(*tokens),
             "ignore_eos": True,
@@ -129,15 +148,10 @@ def asks(
             "stream": streams,
         }
         if streams:
-            body["stream_options"] = {"include_usage": True}
+            fields["stream_options"] = {"include_usage": True}
         if number % SEEDED_EVERY == SEEDED_EVERY - 1:
-            body |= {"temperature": 0.8, "seed": number}
-        kind = "chat" if number % 2 else "completion"
-        if kind == "chat":
-            body["messages"] = [{"role": "user", "content": text}]
-        else:
-            body["prompt"] = text
-        found.append(Ask(number, kind, body))
+            fields |= {"temperature": 0.8, "seed": number}
+        found.append(Ask(number, "chat" if number % 2 else "completion", fields, text))
     return found
 
 
@@ -176,7 +190,7 @@ class Client:
         outcome = Outcome(ask.number, ask.stream, loop.time())
         try:
             for step in range(len(self._urls)):
-                outcome.gateway = (gateway + step) % len(self._urls)
+                outcome.gateway, outcome.error = (gateway + step) % len(self._urls), ""
                 try:
                     await self._post(ask, outcome)
                     break
@@ -238,19 +252,22 @@ async def replay(
     rate: float,
     seconds: float,
     patience_s: float,
-    seed: int = 0,
+    fresh: bool = False,
 ) -> list[Outcome]:
     """Send requests for `seconds` at `rate` per second (Poisson), whatever comes of the earlier.
 
-    What has not ended `patience_s` after the last one was sent is cut off, and unfinished.
+    `fresh` gives each a serial of its own. What has not ended `patience_s` after the last one was
+    sent is cut off, and unfinished.
     """
-    rng, loop = random.Random(seed), asyncio.get_running_loop()
+    rng, loop = random.Random(0), asyncio.get_running_loop()
     tasks: list[asyncio.Task[Outcome]] = []
     begin = due = loop.time()
     try:
         while (due := due + rng.expovariate(rate)) < begin + seconds:
             await asyncio.sleep(max(0.0, due - loop.time()))
             ask = chosen[rng.randrange(len(chosen))]
+            if fresh:
+                ask = replace(ask, serial=next(serials))
             tasks.append(asyncio.create_task(client.send(ask)))
         return await gather(tasks, patience_s)
     finally:

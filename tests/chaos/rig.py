@@ -129,6 +129,11 @@ class Rig:
         return LOADS[self.engine].rate * self.needs.workers
 
     @property
+    def fresh(self) -> bool:
+        """Whether each request can be a new prompt, of which the right answer is known."""
+        return self.engine == "emulated"
+
+    @property
     def urls(self) -> list[str]:
         """Base URLs of the gateways."""
         return [gateway.url for gateway in self.gateways]
@@ -210,7 +215,7 @@ class Rig:
         }
         if self.engine == "tiny":
             env["STEMROUTE_WORKER_DTYPE"] = "float32"
-            env["STEMROUTE_WORKER_KV_BLOCKS"] = "1024"
+            env["STEMROUTE_WORKER_KV_BLOCKS"] = "400"  # prompts evict one another
         if needs.disk:
             self._mount()
             env |= {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Coroutine
+from typing import Any
 
 from tests.chaos.driving import PATIENCE_S, Gauges, Goal, Result, fault, settle
 from tests.chaos.load import Client, Outcome, replay
@@ -41,9 +43,14 @@ async def overload(rig: Rig, seconds: float, times: float) -> Result:
     gauges, result = await asyncio.to_thread(Gauges, rig), Result()
     streams = [ask for ask in rig.asks if ask.stream]
     async with Client(rig.urls) as client:
-        calm = await replay(
-            client, streams, rate=USUAL * fits(rig), seconds=seconds, patience_s=PATIENCE_S
-        )
+
+        def offer(times: float) -> Coroutine[Any, Any, list[Outcome]]:
+            rate = times * fits(rig)
+            return replay(
+                client, streams, rate=rate, seconds=seconds, patience_s=PATIENCE_S, fresh=rig.fresh
+            )
+
+        calm = await offer(USUAL)
         usual_s = p99(_first_bytes(calm))
         offered = asyncio.create_task(
             replay(client, streams, rate=times * fits(rig), seconds=seconds, patience_s=PATIENCE_S)
