@@ -169,7 +169,7 @@ async def drive(
     after    called when the load has ended, before answers are judged
     """
     chosen = chosen or rig.asks
-    await rig.learn([ask for ask in chosen if ask.number not in rig.references])
+    await rig.know(chosen)
     gauges = await asyncio.to_thread(Gauges, rig)
     loop = asyncio.get_running_loop()
     result = Result()

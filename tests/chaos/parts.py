@@ -165,7 +165,7 @@ class RayWorkers:
         model: str,
     ) -> None:
         self._processes = processes
-        self._folder = folder
+        self._temp = folder / "ray"
         self._count = count
         self._env = {**env, **RAY_TOKEN, "RAY_USAGE_STATS_ENABLED": "0"}
         if gcs_redis:
@@ -187,13 +187,12 @@ class RayWorkers:
         """End what is left of the head and start it again at the same address."""
         kill_tree(self.head.pid)
         self.head.wait()
+        (self._temp / "ray_current_cluster").unlink(missing_ok=True)  # as `ray stop` leaves it
         self.head = self._start_head()
 
     def _start_head(self) -> subprocess.Popen[bytes]:
         command = ["--head", f"--port={self._port}", "--include-dashboard=false"]
-        head = self._ray(
-            "ray-head", [*command, f"--temp-dir={self._folder / 'ray'}"], self._head_cpus
-        )
+        head = self._ray("ray-head", [*command, f"--temp-dir={self._temp}"], self._head_cpus)
         self._processes.wait("ray-head", head, self._head_listens, START_S)
         return head
 

@@ -28,7 +28,7 @@ async def gateway_terminated(rig: Rig, seconds: float) -> Result:
     """All of its streams end as they would have; the gateway then ends with exit code 0."""
     least, most = LOADS[rig.engine].tokens
     long = asks(MODEL, DISTINCT, (LONG * most - least, LONG * most), first=1000, stream=True)
-    await rig.learn(long)
+    await rig.know([*long, *rig.asks])
     ending = rig.gateways[0]
     async with Client(rig.urls) as client:
         streams = [

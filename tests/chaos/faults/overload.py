@@ -39,7 +39,7 @@ def p99(values: list[float]) -> float:
 
 async def overload(rig: Rig, seconds: float, times: float) -> Result:
     """Offer `USUAL` of what fits for `seconds`, then `times` as much as fits for as long."""
-    await rig.learn([ask for ask in rig.asks if ask.number not in rig.references])
+    await rig.know(rig.asks)
     gauges, result = await asyncio.to_thread(Gauges, rig), Result()
     streams = [ask for ask in rig.asks if ask.stream]
     async with Client(rig.urls) as client:

@@ -9,10 +9,15 @@ import httpx
 from tests.chaos.driving import Result, drive, fault
 from tests.chaos.load import asks
 from tests.chaos.processes import PartFailed
-from tests.chaos.rig import MODEL, Needs, Rig
+from tests.chaos.rig import EXTRA_TOKEN, MODEL, Needs, Rig
 
-BEYOND = (259, 10_000_000, 2**31 - 1)
-"""Token ids that the tiny model's embedding has no rows for."""
+BEYOND: tuple[str | list[int], ...] = (
+    f"Say {EXTRA_TOKEN} again",
+    [5, 6, 259],  # the same token: the tokenizer knows it, the embedding has no row for it
+    [5, 6, 10_000_000],
+    [5, 6, 2**31 - 1],
+)
+"""Prompts with a token that the tiny model's embedding has no row for."""
 RELOAD_TIMEOUT_S = 240.0
 LONG_TOKENS = (900, 1300)
 """Streams that outlast several health checks of the replica that loads other weights."""
@@ -21,7 +26,7 @@ LONG_TOKENS = (900, 1300)
 @fault(
     "token-beyond",
     "a prompt's token id beyond the model's embedding",
-    Needs(serve=False, workers=2, engine="tiny"),
+    Needs(serve=False, workers=2, engine="tiny", extra_token=True),
 )
 async def token_beyond(rig: Rig, seconds: float) -> Result:
     """It is refused with 400, and nobody else notices."""
@@ -29,8 +34,8 @@ async def token_beyond(rig: Rig, seconds: float) -> Result:
 
     async def strike() -> None:
         async with httpx.AsyncClient(timeout=30, trust_env=False) as http:
-            for token in BEYOND:
-                body = {"model": MODEL, "prompt": [5, 6, token], "max_tokens": 4}
+            for prompt in BEYOND:
+                body = {"model": MODEL, "prompt": prompt, "max_tokens": 4}
                 answer = await http.post(rig.urls[0] + "/v1/completions", json=body)
                 statuses.append(answer.status_code)
 
