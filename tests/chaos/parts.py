@@ -23,6 +23,7 @@ from tests.system.processes import descendants
 
 START_S = 120.0
 RAY_TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5" * 64}
+RAY_STARTED = "Ray runtime started"
 STEMROUTE = (sys.executable, "-m", "ops.cli")
 
 
@@ -93,13 +94,9 @@ class GatewayProcess:
         """Whether its process runs."""
         return self.process.poll() is None
 
-    def wait_ready(self, workers: int, timeout_s: float = START_S) -> None:
-        """Return once it may use so many workers. Raises PartFailed."""
-
-        def ready() -> bool:
-            return self.ready_workers() >= workers
-
-        self._processes.wait(self.name, self.process, ready, timeout_s)
+    def reasons(self) -> str:
+        """Why it is not ready, in its own words."""
+        return "; ".join(self.get("/ready").get("reasons", ["it does not answer"]))
 
     def ready_workers(self) -> int:
         """How many workers it may use now; 0 where it does not answer."""
@@ -122,19 +119,18 @@ def start_gateway(processes: Processes, name: str, env: Mapping[str, str]) -> Ga
 
 
 def start_up(processes: Processes, count: int, env: Mapping[str, str]) -> GatewayProcess:
-    """Start `stemroute up`; its gateway. Raises PartFailed."""
+    """Start `stemroute up`; its gateway."""
     port = free_port()
     own = {name: value for name, value in env.items() if name != "STEMROUTE_REDIS_URL"}
     command = [*STEMROUTE, "up", "--port", str(port), "--workers", str(count)]
-    gateway = GatewayProcess(processes, "up", port, processes.start("up", command, env=own))
-    gateway.wait_ready(count, 2 * START_S)
-    return gateway
+    return GatewayProcess(processes, "up", port, processes.start("up", command, env=own))
 
 
 class PlainWorkers:
     """Worker processes without Ray; nobody replaces one that has ended."""
 
     def __init__(self, processes: Processes, count: int, env: Mapping[str, str]) -> None:
+        self._all = processes
         self.processes: dict[str, subprocess.Popen[bytes]] = {
             f"w{number}": processes.start(
                 f"worker-{number}",
@@ -143,6 +139,12 @@ class PlainWorkers:
             )
             for number in range(count)
         }
+
+    def check(self) -> None:
+        """Raises PartFailed with the log of a worker that has ended."""
+        for number, process in enumerate(self.processes.values()):
+            if process.poll() is not None:
+                raise PartFailed(f"a worker has ended:\n{self._all.log_tail(f'worker-{number}')}")
 
 
 class RayWorkers:
@@ -191,33 +193,33 @@ class RayWorkers:
         self.head = self._start_head()
 
     def _start_head(self) -> subprocess.Popen[bytes]:
-        command = ["--head", f"--port={self._port}", "--include-dashboard=false"]
-        head = self._ray("ray-head", [*command, f"--temp-dir={self._temp}"], self._head_cpus)
-        self._processes.wait("ray-head", head, self._head_listens, START_S)
-        return head
+        options = ["--head", f"--port={self._port}", "--include-dashboard=false"]
+        return self._ray("ray-head", [*options, f"--temp-dir={self._temp}"], self._head_cpus)
 
     def _start_node(self, number: int, cpus: int) -> subprocess.Popen[bytes]:
         return self._ray(f"ray-node-{number}", [f"--address={self.address}"], cpus)
 
     def _ray(self, name: str, options: list[str], cpus: int) -> subprocess.Popen[bytes]:
+        """Start a node; return once it runs: two that start at once take the same ports."""
         command = [str(Path(sys.executable).parent / "ray"), "start", "--block", *options]
         command += [f"--num-cpus={cpus}", "--disable-usage-stats"]
         command += [f"--object-store-memory={OBJECT_STORE_BYTES}", "--node-ip-address=127.0.0.1"]
         command += [f"--dashboard-agent-listen-port={free_port()}"]
-        return self._processes.start(name, command, env=self._env)
+        earlier = self._processes.log(name).count(RAY_STARTED)
+        node = self._processes.start(name, command, env=self._env)
 
-    def _head_listens(self) -> bool:
-        with suppress(LookupError):
-            return bool(listener(self._port))
-        return False
+        def started() -> bool:
+            return self._processes.log(name).count(RAY_STARTED) > earlier
+
+        self._processes.wait(name, node, started, START_S)
+        return node
 
     def deploy(self) -> None:
         """Deploy the replicas; return once all replicas are ready. Raises PartFailed."""
         command = [*STEMROUTE, "deploy", "--address", self.address, "--workers", str(self._count)]
         command += ["--model", self._model, "--device", "cpu", "--worker-host", "127.0.0.1"]
         deploy = self._processes.start("deploy", command, env=self._env)
-        if deploy.wait(2 * START_S):
-            raise PartFailed(f"deploy failed:\n{self._processes.log_tail('deploy')}")
+        self._processes.wait("deploy", deploy, lambda: deploy.poll() == 0, 2 * START_S)
 
     def kill_gcs(self) -> None:
         """Kill the process that holds Ray's state."""

@@ -54,8 +54,12 @@ class Processes:
 
     def log_tail(self, name: str) -> str:
         """The end of a process's log."""
-        lines = (self._folder / f"{name}.log").read_text(errors="replace").splitlines()
-        return "\n".join(lines[-LOG_TAIL_LINES:])
+        return "\n".join(self.log(name).splitlines()[-LOG_TAIL_LINES:])
+
+    def log(self, name: str) -> str:
+        """A process's log; empty before it was started."""
+        path = self._folder / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def wait(
         self,

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from tests.chaos.load import Ask, Client, asks
 from tests.chaos.parts import (
+    START_S,
     GatewayProcess,
     PlainWorkers,
     RayWorkers,
@@ -42,6 +43,8 @@ step_s = {STEP_S}
 prefill_token_s = 2e-5
 """
 ASKS = 48
+LEARN_AT_ONCE = 4
+"""Requests per worker."""
 DISK_MIB = 1
 EXTRA_TOKEN = "<|extra|>"
 QUIET_S = 15.0
@@ -114,10 +117,11 @@ class Quiet:
 class Rig:
     """Starts all parts in order and ends every process of them by its id. A context manager."""
 
-    def __init__(self, needs: Needs, engine: Engine = "emulated") -> None:
+    def __init__(self, needs: Needs, engine: Engine = "emulated", *, distinct: int = ASKS) -> None:
+        """`distinct` requests have answers that are learned before the first fault."""
         self.needs = needs
         self.engine: Engine = needs.engine or engine
-        self.asks = asks(MODEL, ASKS, LOADS[self.engine].tokens)
+        self.asks = asks(MODEL, distinct, LOADS[self.engine].tokens)
         self.references: dict[int, list[Reference]] = {}
         self.folder = Path(tempfile.mkdtemp(prefix="chaos-"))
         self.processes = Processes(self.folder)
@@ -173,8 +177,7 @@ class Rig:
         env, count = self._environment(), self.needs.workers
         if self.needs.up:
             self.gateways = [start_up(self.processes, count, env)]
-            return
-        if self.needs.serve:
+        elif self.needs.serve:
             self.ray = RayWorkers(
                 self.processes,
                 self.folder,
@@ -187,11 +190,21 @@ class Rig:
             self.ray.deploy()
         else:
             self.plain = PlainWorkers(self.processes, count, env)
-        for number in range(self.needs.gateways):
+        for number in range(len(self.gateways), self.needs.gateways):
             gateway = start_gateway(self.processes, f"gateway-{number}", env)
             self.gateways.append(gateway)
         for gateway in self.gateways:
-            gateway.wait_ready(count)
+            self._wait_ready(gateway)
+
+    def _wait_ready(self, gateway: GatewayProcess) -> None:
+        deadline = time.monotonic() + START_S
+        while gateway.ready_workers() < self.needs.workers:
+            if not self.needs.serve:
+                self.plain.check()
+            if not gateway.alive or time.monotonic() > deadline:
+                why = self.processes.log_tail(gateway.name) or gateway.reasons()
+                raise PartFailed(f"{gateway.name} has not all workers: {why}")
+            time.sleep(LOOK_AGAIN_S)  # other processes: there is nothing to wait on
 
     def stop(self) -> None:
         """End every process. Safe to call twice."""
@@ -271,7 +284,7 @@ class Rig:
         Raises PartFailed where the pool does not answer.
         """
         async with Client(self.urls) as client:
-            limit = asyncio.Semaphore(2 * self.needs.workers)
+            limit = asyncio.Semaphore(LEARN_AT_ONCE * self.needs.workers)
 
             async def one(ask: Ask) -> None:
                 async with limit:

@@ -42,7 +42,7 @@ class Runner:
             self.stop()
             raise
         result.compare(fault.goal)
-        if not asyncio.run(self._reusable(rig)):
+        if result.recovery_s is None or not asyncio.run(self._reusable(rig)):
             self.stop()
         return result
 

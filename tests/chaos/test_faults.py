@@ -15,12 +15,13 @@ from tests.chaos.run import main
 pytestmark = pytest.mark.timeout(180)
 
 SECONDS = 4.0
+DISTINCT = 12
 HELD = ("redis-emptied", "redis-restarted", "redis-paused", "redis-password")
 
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[Rig]:
-    with Rig(replace(NEEDS, workers=2)) as started:
+    with Rig(replace(NEEDS, workers=2), distinct=DISTINCT) as started:
         yield started
 
 
