@@ -15,8 +15,8 @@ import msgspec
 
 from cluster.protocol import SERVICE_UNAVAILABLE, RequestError
 from cluster.settings import GatewaySettings
+from router.counts import RequestCounts
 from router.http_messages import ClientGone, Handler, Request, Response
-from router.metrics import RequestCounts
 
 log = logging.getLogger(__name__)
 

@@ -118,7 +118,7 @@ class Forwarder:
                 return await self._attempt(client, generate, body, prompt, placement, arrived)
             except _TryElsewhere as attempt:
                 failure = attempt.error
-                self._metrics.retries.labels(attempt.reason).inc()
+                self._metrics.attempts.note(attempt.reason)
                 log.info(
                     "request %s: worker %s: %s", generate.request_id, placement.worker, failure
                 )
@@ -210,7 +210,7 @@ class Forwarder:
             try:
                 chunk = await upstream.some()
             except WorkerLost as error:
-                self._metrics.broken_streams.inc()
+                self._metrics.attempts.broken_streams += 1
                 lost = _dropped(worker, error).error
                 stream.end(b"data: " + lost.body() + EVENT_END)
                 return

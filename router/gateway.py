@@ -13,9 +13,9 @@ from typing import Literal, Protocol
 
 import aiohttp
 import msgspec
-from prometheus_client import Gauge
 
 from cluster.bus_status import BusStatus
+from cluster.metric_definition import CONTENT_TYPE
 from cluster.protocol import (
     HEADER_EXPLAIN,
     GenerateRequest,
@@ -42,7 +42,7 @@ from router.forwarding import Forwarder
 from router.http_messages import Request, Response
 from router.http_server import HttpServer
 from router.member import ModelGroup
-from router.metrics import Metrics
+from router.metrics import OPEN_CONNECTIONS, QUEUED_REQUESTS, Metrics
 from router.openai_api import ApiRequest, parse_chat, parse_completion, parse_either
 from router.policies import parse_policy
 from router.readiness import ReadyView, readiness
@@ -116,7 +116,7 @@ class Gateway:
         self.admission = Admission(
             self.dispatcher, settings.gateway.queue, settings.gateway.queue_timeout_s
         )
-        self._more_metrics()
+        self.metrics.expose(QUEUED_REQUESTS, lambda: self.admission.waiting)
         self._drain_s = drain_s
         self._started_at = int(time.time())
         self._following: asyncio.Task[None] | None = None
@@ -126,19 +126,6 @@ class Gateway:
         self._tokenization: Tokenization
         self._forwarder: Forwarder
         self._server: HttpServer
-
-    def _more_metrics(self) -> None:
-        registry, index = self.metrics.registry, self.fleet.index
-        Gauge(
-            "stemroute_queued_requests",
-            "Requests that wait at the gateway for a worker that is ready and has room",
-            registry=registry,
-        ).set_function(lambda: self.admission.waiting)
-        Gauge(
-            "stemroute_index_dropped_blocks",
-            "Cached blocks that the prefix index leaves out because it is full",
-            registry=registry,
-        ).set_function(lambda: index.dropped_pairs)
 
     async def start(self) -> None:
         """Bind, and follow the bus. `url` is set afterwards. Raises OSError for a taken port."""
@@ -182,11 +169,7 @@ class Gateway:
             write_timeout_s=settings.write_timeout_s,
             counts=self.metrics.connections,
         )
-        Gauge(
-            "stemroute_connections",
-            "Open connections of clients",
-            registry=self.metrics.registry,
-        ).set_function(lambda: len(self._server.connections))
+        self.metrics.expose(OPEN_CONNECTIONS, lambda: len(self._server.connections))
         host, port = await self._server.start(settings.host, settings.port)
         self._cleanup.push_async_callback(self._server.stop, self._drain_s)
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -364,8 +347,7 @@ class Gateway:
         return json_response(view, status=200 if view.ready else 503)
 
     async def _metrics(self, request: Request) -> Response:
-        kind = "text/plain; version=0.0.4; charset=utf-8"
-        return Response(self.metrics.text(), headers={"Content-Type": kind})
+        return Response(self.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     def readiness(self) -> ReadyView:
         """Whether requests can be served by prefix, and in words why not."""
