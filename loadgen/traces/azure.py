@@ -22,7 +22,7 @@ def read(lines: Sequence[Line]) -> list[TraceRequest]:
     if not lines or lines[0].data.decode(errors="replace").strip() != HEADER:
         raise TraceError(
             f"{lines[0].place if lines else 'the file'}: an azure trace begins with the header "
-            f"{HEADER}; say another --format"
+            f"{HEADER}; set another --format"
         )
     requests: list[TraceRequest] = []
     next_id = 0
@@ -56,5 +56,5 @@ def _row(line: Line) -> tuple[float, int, int]:
         return seconds + float(f"0.{fraction or 0}"), int(prompt), int(output)
     except ValueError as error:
         raise TraceError(
-            f"{line.place}: not a row of {HEADER} ({error}); mend the line or say another --format"
+            f"{line.place}: not a row of {HEADER} ({error}); fix the line or set another --format"
         ) from error

@@ -80,7 +80,7 @@ def test_the_slowest_requests_are_shown_with_the_decisions_that_were_taken(tmp_p
     page = (tmp_path / "report.html").read_text()
     assert page.count("<details") == page.count("<th>of it coming</th>") == 2 * WORST
     assert page.count("<td>→ w00") == 2 * WORST
-    assert "is not known" not in page
+    assert "Decision not available" not in page
 
 
 def test_repeats_have_other_seeds_and_the_first_is_the_run_without_them(tmp_path, capsys):

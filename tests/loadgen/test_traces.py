@@ -242,7 +242,7 @@ def test_impossible_options_are_named(tmp_path, wrong):
 def test_texts_are_not_scaled(tmp_path):
     row = {"timestamp": 1, "input": "a" * 400, "output": "b", "session_id": 1}
     path = write(tmp_path / "t", [row])
-    with pytest.raises(TraceError, match="max_input_tokens"):
+    with pytest.raises(TraceError, match="max-input-tokens"):
         read(path, "lmcache", input_scale=0.5)
     assert read(path, "lmcache", max_input_tokens=10).requests[0].text == "a" * 40
 
