@@ -10,8 +10,7 @@ from prometheus_client.core import Metric
 
 from cluster.metric_definition import MetricDefinition, Section, exposition
 from cluster.protocol import CacheView, Load, TierView
-from worker.engine import EvictionAges
-from worker.engine_stats import EngineStats, TierStats
+from worker.messages import EngineStats, EvictionAges, TierStats
 from worker.service import WorkerService
 
 PREFIX = "stemroute_worker_"

@@ -18,8 +18,7 @@ from tests.exposed_metrics import (
 )
 from tests.tiny_model import write_tiny_llama
 from tests.worker.test_worker_life import STEM, a_worker
-from worker.engine import EvictionAges
-from worker.engine_stats import EngineStats, TierStats
+from worker.messages import EngineStats, EvictionAges, TierStats
 from worker.metrics import LABELS, SECTIONS, engine_metrics, load_metrics, tier_metrics
 
 SUMS = {"evictions"}
