@@ -27,6 +27,7 @@ from cluster.protocol import (
 from cluster.settings import GatewaySettings
 from router.edge import RETRY_AFTER_S
 from router.openai_api import (
+    DEFAULT_MAX_MESSAGES,
     MAX_SALT_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_TYPE_CHARACTERS,
@@ -96,7 +97,8 @@ ENDPOINTS = [
 ]
 
 SERVED = {
-    "messages": "the chat; at least one message",
+    "messages": "the chat; at least 1 message, at most `gateway.max_messages` "
+    f"({DEFAULT_MAX_MESSAGES:,})",
     "prompt": "one non-empty text, or one list of token ids; either may be in a list of one",
     "model": "the name of a model in `/v1/models`",
     "stream": "answer as server-sent events",
@@ -150,7 +152,8 @@ RESPONSE_HEADERS = {
 _INVALID, _SERVER, _RATE = "invalid_request_error", "server_error", "rate_limit_error"
 
 ERRORS = [
-    ErrorCode("invalid_json", "400", _INVALID, "the body is not valid JSON"),
+    ErrorCode("invalid_json", "400", _INVALID, "the body is not valid JSON, or nested too deeply"),
+    ErrorCode("too_many_values", "400", _INVALID, "the body holds too many JSON values"),
     ErrorCode(
         "unsupported_parameter", "400", _INVALID, "a field cannot be served; `param` names it"
     ),

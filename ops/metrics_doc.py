@@ -19,9 +19,9 @@ Gateways and workers serve their metrics at `GET /metrics`, in Prometheus' text 
 a key. Every gateway counts only what passes through it: sum counters over gateways.
 
 The number of time series is bounded: label values are endpoints, HTTP statuses, reasons, states
-and tiers, which are fixed, and the names of workers, models and policies in use. No label depends
-on the content of a request. The unit is the end of the name. A histogram has the series
-`…_bucket`, `…_sum` and `…_count`.
+and tiers, which are fixed, and the names of workers, models, tokenizers and policies in use. No
+label depends on the content of a request. The unit is the end of the name. A histogram has the
+series `…_bucket`, `…_sum` and `…_count`.
 """
 
 

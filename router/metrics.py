@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import Metric
 
@@ -20,6 +20,7 @@ from router.counts import (
     DecisionCounts,
     RequestCounts,
 )
+from router.encoding import EncoderInfo
 from router.fleet import Fleet
 from router.readiness import disagreeing, index_view
 from router.shadow import Shadows
@@ -51,6 +52,12 @@ FAILED_ATTEMPTS = _requests.counter(
 BROKEN_STREAMS = _requests.counter(
     "stemroute_gateway_broken_streams_total",
     "Streams that ended with an error because their worker was lost after the first bytes",
+)
+ENCODER_INFO = _requests.gauge(
+    "stemroute_gateway_encoder_info",
+    "Always 1: the library that encodes prompts for a tokenizer in use. tokenizers encodes where "
+    "fastokens is not exact, and is many times slower",
+    *("model", "tokenizer", "library", "version"),
 )
 TIME_TO_FIRST_BYTE = _requests.histogram(
     "stemroute_gateway_time_to_first_byte_seconds",
@@ -204,6 +211,9 @@ SHADOW_IMBALANCE = _shadow.gauge(
     "policy",
 )
 
+Samples = float | Mapping[tuple[str, ...], float]
+"""A number, or label values -> number."""
+
 SECTIONS = (_requests, _connections, _routing, _workers, _index, _bus, _shadow)
 
 
@@ -221,9 +231,9 @@ class Metrics:
         self._fleet = fleet
         self._bus = bus
         self._shadows = shadows
-        self._gauges: dict[MetricDefinition, Callable[[], float]] = {}
+        self._gauges: dict[MetricDefinition, Callable[[], Samples]] = {}
 
-    def expose(self, gauge: MetricDefinition, read: Callable[[], float]) -> None:
+    def expose(self, gauge: MetricDefinition, read: Callable[[], Samples]) -> None:
         """Show what `read` returns at each scrape, for a number whose owner is made later."""
         self._gauges[gauge] = read
 
@@ -309,3 +319,8 @@ def _shadow_metrics(shadows: Shadows) -> Iterator[Metric]:
     )
     yield SHADOW_HIT_TOKENS.family({policy: view.hit_tokens for policy, view in views.items()})
     yield SHADOW_IMBALANCE.family({policy: view.imbalance for policy, view in views.items()})
+
+
+def encoder_samples(infos: Iterable[EncoderInfo]) -> Samples:
+    """Of `ENCODER_INFO`."""
+    return {(info.model, info.tokenizer, info.library, info.version): 1 for info in infos}
