@@ -36,7 +36,7 @@ from router.openai_api import (
     Message,
     StreamOptions,
 )
-from router.unserved import UNSERVED
+from router.unserved import NO_EFFECT, UNSERVED
 
 
 class Endpoint(NamedTuple):
@@ -123,15 +123,14 @@ SERVED = {
 }
 """Field -> meaning and bounds."""
 
-IGNORED = {"user"}
-"""Fields that are read, and have no effect."""
-
 MESSAGE = {
     "role": "passed to the chat template",
     "content": 'a text, or a list of parts `{"type": "text", "text": …}`, which are joined by line '
     "breaks; required unless there are `tool_calls`",
+    "reasoning_content": "that of an earlier answer, passed to the chat template",
+    "reasoning": "another name of `reasoning_content`",
     "name": "passed to the chat template",
-    "tool_calls": "those of an earlier answer, passed to the chat template",
+    "tool_calls": "those of an earlier answer, passed to the chat template as objects",
     "tool_call_id": "passed to the chat template",
 }
 
@@ -163,6 +162,7 @@ ERRORS = [
         _INVALID,
         "the prompt leaves no room in the context for an answer",
     ),
+    ErrorCode("tools_not_supported", "400", _INVALID, "the chat template does not use `tools`"),
     ErrorCode("no_chat_template", "400", _INVALID, "a chat with a model that has no chat template"),
     ErrorCode("unknown_policy", "400", _INVALID, "there is no such policy or parameter"),
     ErrorCode(
@@ -258,9 +258,11 @@ def render() -> str:
             "### Refused\n",
             _REFUSED,
             _table(
-                ("field", "of", "advice"),
-                ((f"`{field}`", _of(field), rule.advice) for field, rule in UNSERVED.items()),
+                ("field", "advice"),
+                ((f"`{field}`", rule.advice) for field, rule in sorted(UNSERVED.items())),
             ),
+            "### Without effect\n",
+            ", ".join(f"`{field}`" for field in sorted(NO_EFFECT)) + "\n",
             _ANSWERS,
             _table(
                 ("response header", "meaning"),
@@ -294,9 +296,7 @@ _ADMISSION = f"""`HEAD` is answered like `GET`, without a body.
   ([explaining.md](explaining.md)).
 """
 
-_NAMES_IGNORED = ", ".join(f"`{field}`" for field in sorted(IGNORED))
-_FIELDS = f"""`null` is the same as no value. Ignored are {_NAMES_IGNORED} and fields that are not
-listed here.
+_FIELDS = """`null` is the same as no value. A field that this page does not list is ignored.
 """
 
 _REFUSED = """\
