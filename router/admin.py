@@ -128,7 +128,7 @@ class Admin:
         self._session = session
         self._bus = bus
         self._changed = asyncio.Event()
-        fleet.listener = self._changed.set
+        fleet.changed.subscribe(self._changed.set)
 
     def routes(self) -> list[Route]:
         """What to serve."""

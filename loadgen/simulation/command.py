@@ -12,7 +12,7 @@ import typer
 from loadgen.arm import OptionError
 from loadgen.flags import LoadFlags
 from loadgen.measures import parse_slo
-from loadgen.simulation.fleet import FleetOptions, Latency
+from loadgen.simulation.fleet import GATEWAY, FleetOptions, Latency
 from loadgen.simulation.reporting import Pace
 from loadgen.simulation.run import SimulateOptions
 from worker.emulated_profiles import PROFILES, ProfileError, profile_of
@@ -73,6 +73,15 @@ class SimulateFlags(LoadFlags):
         int, _fleet("Prefill tokens of one request in a step; 0: all.", "--chunk-tokens")
     ] = 0
     queue: Annotated[int, _fleet("Requests that may wait at the gateway for room.", "--queue")] = 0
+    queue_timeout_s: Annotated[
+        float,
+        typer.Option(
+            "--queue-timeout-s",
+            help="Longest wait at the gateway for room; then the request fails.",
+            min=0.001,
+            rich_help_panel=FLEET,
+        ),
+    ] = GATEWAY.queue_timeout_s
     report_delay_ms: Annotated[
         float, _delay("A worker's load reaches the gateway so late.", "--report-delay-ms")
     ] = 0.0
@@ -118,6 +127,7 @@ class SimulateFlags(LoadFlags):
                 token_budget=self.token_budget,
                 chunk_tokens=self.chunk_tokens,
                 queue=self.queue,
+                queue_timeout_s=self.queue_timeout_s,
                 pace=Pace(
                     gap_s=self.report_gap_ms / 1e3,
                     load_s=self.report_delay_ms / 1e3,
