@@ -87,12 +87,24 @@ class Ticket:
     def wait_for_worker(self, tell: Tell) -> None:
         """Wait until a worker of the model is ready. Tells None, or a RequestError (404, 503)
         where the request may not wait, or not longer."""
-        self._admission._wait_for_worker(self, tell)
+        admission, model = self._admission, self.model
+        if admission._is_ready(model):
+            tell(None)
+        elif admission._is_expected(model):
+            admission._wait(self, None, tell)
+        else:
+            tell(no_worker(admission._fleet, model))
 
     def place(self, prompt: Prompt, tell: Tell) -> None:
         """Book the request at a worker that has room. Tells the placement, None, or a RequestError
         (429, 503) where the request may not wait, or not longer."""
-        self._admission._place(self, prompt, tell)
+        admission, model = self._admission, self.model
+        if self._timer is None and not self._is_late and model not in admission._queues:
+            with suppress(NoRoom):
+                self.placement = admission._dispatcher.place(model, prompt, self.request_id)
+                tell(self.placement)
+                return
+        admission._wait(self, prompt, tell)
 
     def move(self, prompt: Prompt, tried: Collection[str]) -> Placement | None:
         """Give the booking up for one at a worker that was not `tried`, None where there is none.
@@ -132,7 +144,7 @@ class Admission:
     ) -> None:
         self.waiting = 0
         self._dispatcher = dispatcher
-        self._fleet: Fleet = dispatcher.fleet
+        self._fleet = dispatcher.fleet
         self._scheduler = scheduler
         self._limit = limit
         self._timeout_s = timeout_s
@@ -140,7 +152,7 @@ class Admission:
         self._unready: set[str] = set()  # models with requests that wait for a worker
         self._looking: Timer | None = None
         self._looking_later: Timer | None = None
-        self._unsubscribe = self._fleet.room.subscribe(self._look_soon) if limit else _nothing
+        self._unsubscribe = self._fleet.room.subscribe(self._look_soon)
 
     def ticket(self, model: str, request_id: str) -> Ticket:
         """For a request that has arrived. The caller closes it."""
@@ -152,27 +164,6 @@ class Admission:
         for timer in (self._looking, self._looking_later):
             if timer is not None:
                 timer.cancel()
-
-    def _wait_for_worker(self, ticket: Ticket, tell: Tell) -> None:
-        if self._is_ready(ticket.model):
-            tell(None)
-        elif self._is_expected(ticket.model):
-            self._wait(ticket, None, tell)
-        else:
-            tell(no_worker(self._fleet, ticket.model))
-
-    def _place(self, ticket: Ticket, prompt: Prompt, tell: Tell) -> None:
-        model = ticket.model
-        if ticket._timer is None and not ticket._is_late and model not in self._queues:
-            try:
-                placement = self._dispatcher.place(model, prompt, ticket.request_id)
-            except NoRoom:
-                pass
-            else:
-                ticket.placement = placement
-                tell(placement)
-                return
-        self._wait(ticket, prompt, tell)
 
     def _wait(self, ticket: Ticket, prompt: Prompt | None, tell: Tell) -> None:
         """Wait in the queue: in the ticket's position there, or in the last one."""
@@ -195,12 +186,13 @@ class Admission:
 
     def _leave(self, ticket: Ticket) -> None:
         if ticket._timer is not None:
-            self._remove(ticket, ticket._timer)
+            self._remove(ticket)
             self._look_soon()  # those behind may need less
 
-    def _remove(self, ticket: Ticket, timer: Timer) -> None:
-        timer.cancel()
-        ticket._timer = None
+    def _remove(self, ticket: Ticket) -> None:
+        if ticket._timer is not None:
+            ticket._timer.cancel()
+            ticket._timer = None
         queue = self._queues[ticket.model]
         del queue[ticket]
         if not queue:
@@ -237,8 +229,8 @@ class Admission:
 
     def _place_first(self, ticket: Ticket) -> bool:
         """Whether the first request of a queue could be placed, and has left the queue."""
-        prompt, timer = ticket._prompt, ticket._timer
-        if prompt is None or timer is None:
+        prompt = ticket._prompt
+        if prompt is None:
             return False  # it waits for a worker, or is being tokenised
         try:
             placement = self._dispatcher.place(ticket.model, prompt, ticket.request_id)
@@ -250,7 +242,7 @@ class Admission:
                 ticket._told(None)
             return False
         ticket.placement = placement
-        self._remove(ticket, timer)
+        self._remove(ticket)
         ticket._told(placement)
         return True
 
@@ -299,7 +291,3 @@ def _no_room(found: str) -> RequestError:
     return RequestError(
         f"{found}: try again in a moment", status=429, type="rate_limit_error", code="no_room"
     )
-
-
-def _nothing() -> None:
-    return None

@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 EVENT_END = b"\n\n"
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
+Reason = Literal["connect", "full", "unavailable", "failed", "dropped", "timeout"]
+_REASONS: dict[int, Reason] = {429: "full", 503: "unavailable"}
+
 
 class Answered(NamedTuple):
     """The worker answered, or refused what no worker will accept.
@@ -54,7 +57,7 @@ class Failed(NamedTuple):
     error    what the client is told if there is no other attempt
     """
 
-    reason: Literal["connect", "full", "unavailable", "failed", "dropped", "timeout"]
+    reason: Reason
     error: RequestError
 
 
@@ -114,9 +117,20 @@ class Forwarder:
                 self._first_byte_timeout_s,
             )
         except WorkerUnreachable:
-            return _unreachable(worker)
+            return _failed(
+                "connect",
+                f"the worker {worker} cannot be reached: try again in a moment",
+                503,
+                "worker_unreachable",
+            )
         except TimeoutError:
-            return _too_late(worker, self._first_byte_timeout_s)
+            return _failed(
+                "timeout",
+                f"the worker {worker} did not begin to answer within "
+                f"{self._first_byte_timeout_s:g} s: try again, or send a shorter prompt",
+                504,
+                "first_byte_timeout",
+            )
         except WorkerLost as error:
             return _lost(worker, error)
         try:
@@ -175,56 +189,32 @@ async def _refused(upstream: WorkerAnswer, worker: str) -> Answered | Failed:
         return Answered(Response(body, status, {"Content-Type": kind}))
     if status < 400:
         status = 502  # neither an answer nor a refusal
+    reason = _REASONS.get(status, "failed")
     try:
         told = msgspec.json.decode(body, type=ErrorAnswer).error
-        error = RequestError(
-            told.message, status=status, type=told.type, param=told.param, code=told.code
-        )
     except msgspec.MsgspecError:
-        error = RequestError(
+        return _failed(
+            reason,
             f"the worker {worker} answered with status {upstream.status}: try again in a moment",
-            status=status,
-            type="server_error",
-            code="worker_failed",
+            status,
+            "worker_failed",
         )
-    if status == 429:
-        return Failed("full", error)
-    return Failed("unavailable" if status == 503 else "failed", error)
-
-
-def _unreachable(worker: str) -> Failed:
     return Failed(
-        "connect",
-        RequestError(
-            f"the worker {worker} cannot be reached: try again in a moment",
-            status=503,
-            type=SERVICE_UNAVAILABLE,
-            code="worker_unreachable",
-        ),
-    )
-
-
-def _too_late(worker: str, timeout_s: float) -> Failed:
-    return Failed(
-        "timeout",
-        RequestError(
-            f"the worker {worker} did not begin to answer within {timeout_s:g} s: try again, or "
-            "send a shorter prompt",
-            status=504,
-            type="server_error",
-            code="first_byte_timeout",
-        ),
+        reason,
+        RequestError(told.message, status=status, type=told.type, param=told.param, code=told.code),
     )
 
 
 def _lost(worker: str, error: WorkerLost) -> Failed:
     log.warning("worker %s closed the connection before its answer was complete: %r", worker, error)
-    return Failed(
+    return _failed(
         "dropped",
-        RequestError(
-            f"the worker {worker} closed the connection before the answer was complete: try again",
-            status=502,
-            type="server_error",
-            code="worker_lost",
-        ),
+        f"the worker {worker} closed the connection before the answer was complete: try again",
+        502,
+        "worker_lost",
     )
+
+
+def _failed(reason: Reason, message: str, status: int, code: str) -> Failed:
+    kind = SERVICE_UNAVAILABLE if code == "worker_unreachable" else "server_error"
+    return Failed(reason, RequestError(message, status=status, type=kind, code=code))

@@ -64,17 +64,19 @@ class Serving:
         tried: list[str] = []
         with self._admission.ticket(model, request_id) as ticket:
             while len(tried) < self._settings.attempts:
+                # workers that may serve
                 group = self._fleet.group(model)
                 if group is None or group.reference is None or not group.mask:
                     if tried:
-                        break
+                        break  # a repeated attempt waits for nothing
                     await _told(ticket.wait_for_worker)
                     continue
+                # the prompt as they know it: not hashed yet, or for workers that have been replaced
                 if prompt is None or prompt.namespace != group.reference.namespace:
-                    # not hashed yet, or for workers that others have replaced
                     prompt = await self._tokenise(asked, group)
                     continue
                 generate = self._to_worker(asked, request_id, prompt, group.context_tokens)
+                # one of them
                 if tried:
                     placement = ticket.move(prompt, tried)
                     if placement is None:
@@ -82,7 +84,8 @@ class Serving:
                 else:
                     placement = await _told(partial(ticket.place, prompt))
                     if placement is None:
-                        continue
+                        continue  # while it waited they have gone, or have been replaced
+                # its answer
                 began = partial(self._began, placement, generate, arrived)
                 outcome = await self._forwarder.attempt(client, generate, placement, began)
                 if isinstance(outcome, Answered):
