@@ -16,13 +16,14 @@ from cluster.settings import GatewaySettings
 from router.admission import Admission, Tell, Told, no_worker
 from router.dispatch import Dispatcher, Placement
 from router.edge import no_ready_worker
+from router.encoding import TooManyTokens
 from router.explaining import Explanation
 from router.forwarding import Answered, Forwarder
 from router.http_messages import Request, Response
 from router.member import ModelGroup
 from router.metrics import Metrics
 from router.openai_api import ApiRequest
-from router.tokenization import Prompt, Tokenization
+from router.tokenization import Prompt, Tokenization, context_too_short
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class Serving:
         if encoder is None:
             cards = [self._fleet.at(int(slot)).card for slot in group.slots]
             encoder = await self._tokenization.encoder(cards)
-        return await self._tokenization.prompt(asked, encoder, namespace)
+        return await self._tokenization.prompt(asked, encoder, namespace, group.context_tokens)
 
     def _to_worker(
         self, asked: ApiRequest, request_id: str, prompt: Prompt, context_tokens: int
@@ -125,12 +126,7 @@ class Serving:
         """What a worker is sent. Raises RequestError (400) where the context is too short."""
         room = context_tokens - prompt.tokens
         if room < 1:
-            raise RequestError(
-                f"the context of `{asked.model}` is {context_tokens} tokens, but the prompt has "
-                f"{prompt.tokens} and the answer needs at least 1: shorten the prompt",
-                param="prompt" if asked.messages is None else "messages",
-                code="context_length_exceeded",
-            )
+            raise context_too_short(asked, TooManyTokens(prompt.tokens, exact=True), context_tokens)
         wanted = asked.max_tokens or self._settings.default_max_tokens
         return GenerateRequest(
             request_id=request_id,
@@ -155,7 +151,7 @@ class Serving:
             prompt=len(generate.token_ids) // 4,
             predicted=placement.predicted_hit_tokens,
             hit=hit_tokens,
-            best_hit=int(placement.candidates.hit_tokens.max()),
+            best_hit=placement.candidates.best_hit_tokens,
         )
         self._dispatcher.shadows.began(generate.request_id)
 

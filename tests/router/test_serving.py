@@ -115,8 +115,8 @@ async def test_workers_that_are_replaced_while_a_prompt_is_tokenised_get_it_hash
         rig.fleet.on_gone("w1", "not yet")
         tokenise, namespaces = rig.gateway._tokenization.prompt, []
 
-        async def replacing(asked, encoder, namespace):
-            prompt = await tokenise(asked, encoder, namespace)
+        async def replacing(asked, encoder, namespace, context_tokens):
+            prompt = await tokenise(asked, encoder, namespace, context_tokens)
             if not namespaces:
                 replace_all(rig, 1)
             namespaces.append(namespace)
