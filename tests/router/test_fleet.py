@@ -230,3 +230,13 @@ def test_listeners_are_told_of_epochs_and_states(fleet):
     fleet.on_report(report("a", state="draining"))
     fleet.on_gone("a", "left")
     assert len(heard) == 3
+
+
+def test_a_listener_that_has_unsubscribed_is_told_nothing_more(fleet):
+    heard = []
+    unsubscribe = fleet.room.subscribe(lambda: heard.append("first"))
+    fleet.room.subscribe(lambda: heard.append("second"))
+    fleet.on_card(card("a"))
+    unsubscribe()
+    fleet.on_report(report("a"))
+    assert heard == ["first", "second", "second"]
