@@ -27,10 +27,6 @@ os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
 # The library reads it when it first encodes. With more threads a text takes half as much CPU time
 # again, and one text all cores.
 
-SEGMENT_CACHE_BYTES = 32 * 2**20
-"""Of texts between added tokens, such as a chat's messages, that are kept with their tokens: some
-19 million characters. A conversation's known messages take a tenth of the time of new ones."""
-
 
 class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Which library encodes for a tokenizer.
@@ -95,15 +91,10 @@ class TextEncoder:
     def encode(self, text: str, most: int | None = None) -> bytes:
         """Packed tokens (little-endian u32) of `text`, without any that a model wants before it.
 
-        Raises TooManyTokens where there are more than `most`, mostly before they are computed,
-        and RequestError (400) for a text with an unpaired surrogate.
+        Raises TooManyTokens where there are more than `most`, and RequestError (400) for a text
+        with an unpaired surrogate.
         """
-        if not text.isascii():
-            _check_unicode(text)
-        if most is not None and self._bound is not None:
-            fewest = self._bound.fewest_tokens(text, most)
-            if fewest > most:
-                raise TooManyTokens(fewest, exact=False)
+        self.check_size(text, most)
         packed = _encode_fast(self._fast, text) if self._fast is not None else None
         if packed is None:
             # in a batch of one, which releases the interpreter's lock and computes no offsets
@@ -115,22 +106,30 @@ class TextEncoder:
             raise TooManyTokens(len(packed) // 4, exact=True)
         return packed
 
+    def check_size(self, text: str, most: int | None) -> None:
+        """Raises TooManyTokens where the size of `text` says that it has more tokens than `most`,
+        and RequestError (400) where it has an unpaired surrogate."""
+        if not text.isascii():
+            _check_unicode(text)
+        if most is not None and self._bound is not None:
+            fewest = self._bound.fewest_tokens(text, most)
+            if fewest > most:
+                raise TooManyTokens(fewest, exact=False)
+
     def _try_fast(self, tokenizer_json: str) -> str:
         """Use fastokens where it agrees; else the reason why not."""
         try:
             fast = FastTokenizer.from_json_str(tokenizer_json)
             fast.no_truncation()
             fast.no_padding()
-            fast.enable_segment_cache(SEGMENT_CACHE_BYTES)
         except Exception as error:
             return f"fastokens refuses the tokenizer: {error}"
         added = [token.content for token in self._exact.get_added_tokens_decoder().values()]
         texts = check_texts(added)
         expected = self._exact.encode_batch_fast(texts, add_special_tokens=False)
         for text, encoded in zip(texts, expected, strict=True):
-            for _ in range(2):  # the second time from its cache
-                if _encode_fast(fast, text) != pack_tokens(encoded.ids):
-                    return f"fastokens gives other tokens for {text!r}"
+            if _encode_fast(fast, text) != pack_tokens(encoded.ids):
+                return f"fastokens gives other tokens for {text!r}"
         self._fast = fast
         return ""
 
