@@ -119,7 +119,7 @@ class TextEncoder:
     def _try_fast(self, tokenizer_json: str) -> str:
         """Use fastokens where it agrees; else the reason why not."""
         try:
-            fast = FastTokenizer.from_json_str(tokenizer_json)
+            fast = FastTokenizer.from_json_str(_in_one_split(tokenizer_json))
             fast.no_truncation()
             fast.no_padding()
         except Exception as error:
@@ -132,6 +132,36 @@ class TextEncoder:
                 return f"fastokens gives other tokens for {text!r}"
         self._fast = fast
         return ""
+
+
+DIGITS_AND_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
+"""Splits as first at every digit and then, between them, with GPT-2's expression: white space
+before a digit stands at the end of what is split, and so belongs together."""
+
+
+def _in_one_split(tokenizer_json: str) -> str:
+    """The tokenizer, with the two splits of SmolLM and StarCoder written as one, which fastokens
+    does in a third of the time."""
+    tree = msgspec.json.decode(tokenizer_json, type=dict[str, msgspec.Raw])
+    steps = msgspec.json.decode(tree.get("pre_tokenizer", b"null"))
+    match steps:
+        case {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Digits", "individual_digits": True},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True} as byte_level,
+            ],
+        }:
+            split = {
+                "type": "Split",
+                "pattern": {"Regex": DIGITS_AND_WORDS},
+                "behavior": "Isolated",
+                "invert": False,
+            }
+            steps["pretokenizers"] = [split, {**byte_level, "use_regex": False}]
+            tree["pre_tokenizer"] = msgspec.Raw(msgspec.json.encode(steps))
+            return msgspec.json.encode(tree).decode()
+    return tokenizer_json
 
 
 def _encode_fast(fast: FastTokenizer, text: str) -> bytes | None:

@@ -1,10 +1,8 @@
 """Tokens and block hashes of texts that begin as earlier ones did: only what is new is computed.
 
-A text is cut before boundary tokens: added tokens, such as `<|im_start|>`, with which a chat
-template begins and ends messages. A tokenizer splits a text at added tokens before anything else
-and treats what lies between them apart, so the tokens of the runs, one after the other, are those
-of the whole text. Each run is at least `RUN_CHARACTERS` long, and is found by what stands before
-it and its text:
+A text is cut at boundaries (`router/boundaries.py`), where the tokens of its runs, one after the
+other, are those of the whole text. Each run is at least `RUN_CHARACTERS` long, and is found by
+what stands before it and its text:
 
     [<|im_start|>system … <|im_end|>] [<|im_start|>user … ] [<|im_end|> …] rest
      run, kept                         run, kept             run, kept      computed every time
@@ -13,16 +11,14 @@ it and its text:
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
-import msgspec
-
 from cluster.blocks import hash_blocks
+from router.boundaries import Boundaries
 
-RUN_CHARACTERS = 500
-"""Looking up a run takes a twentieth of encoding and hashing so many."""
+RUN_CHARACTERS = 1_000
+"""Looking up a run takes a thirtieth of encoding and hashing so many."""
 
 MAX_CHARACTERS = 8_000_000
 """Of the runs kept. With tokens and hashes they take some 30 MB where four characters are a token,
@@ -30,61 +26,6 @@ and some 250 MB at most, where each is four tokens, as emoji may be."""
 
 RUN_OVERHEAD_CHARACTERS = 100
 """What a run counts for besides its text."""
-
-
-class AddedToken(msgspec.Struct):
-    """An added token of a tokenizer.json."""
-
-    content: str
-    lstrip: bool = False
-    rstrip: bool = False
-    normalized: bool = False
-    single_word: bool = False
-
-
-class _TokenizerFile(msgspec.Struct):
-    added_tokens: list[AddedToken] | None = None
-
-
-class Boundaries:
-    """Where the texts of a model may be cut.
-
-    tokenizer_json   contents of a tokenizer.json
-    hint             chat template and special tokens: of the boundary tokens, those named there
-                     are used, or all where it names none
-    """
-
-    def __init__(self, tokenizer_json: str, hint: str) -> None:
-        added = msgspec.json.decode(tokenizer_json, type=_TokenizerFile).added_tokens or []
-        tokens = boundary_tokens(added)
-        used = [token for token in tokens if token in hint] or tokens
-        used.sort(key=len, reverse=True)
-        self.pattern = re.compile("|".join(map(re.escape, used))) if used else None
-
-
-def boundary_tokens(added: Iterable[AddedToken]) -> list[str]:
-    """Added tokens before which any text may be cut without changing its tokens.
-
-    Such a token is matched wherever its characters stand, in the raw text, and takes nothing
-    of its neighbours: not normalised, no `lstrip`, `rstrip` or `single_word`, and no other added
-    token contains it or can overlap its beginning.
-    """
-    added = list(added)
-    return [
-        token.content
-        for token in added
-        if token.content
-        and not token.content[0].isspace()
-        and not (token.normalized or token.lstrip or token.rstrip or token.single_word)
-        and not any(_hides(other.content, token.content) for other in added)
-    ]
-
-
-def _hides(other: str, token: str) -> bool:
-    """Whether a match of `other` may cover the beginning of `token` somewhere in a text."""
-    if other != token and token in other:
-        return True
-    return any(other.endswith(token[:length]) for length in range(1, len(token)))
 
 
 class Run(NamedTuple):

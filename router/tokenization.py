@@ -17,9 +17,10 @@ from typing import NamedTuple
 from cluster.blocks import Namespace, hash_blocks, pack_tokens
 from cluster.protocol import SERVICE_UNAVAILABLE, ModelInfo, RequestError, WorkerCard
 from router.background import Background
+from router.boundaries import Boundaries
 from router.chat_template import ChatTemplate
 from router.encoding import EncoderInfo, TextEncoder, TooManyTokens
-from router.known_texts import Boundaries, KnownTexts
+from router.known_texts import KnownTexts
 from router.openai_api import ApiRequest
 
 AT_ONCE_BYTES = 65_536
