@@ -11,7 +11,7 @@ import msgspec
 from cluster.bus_status import BusStatus
 from cluster.protocol import HEADER_EXPLAIN, HEADER_REQUEST_ID, RequestError, WorkerState
 from router.dispatch import Dispatcher
-from router.edge import Route, json_response
+from router.edge import Route, admin_body, json_response
 from router.encoding import EncoderInfo
 from router.fleet import Fleet
 from router.http_messages import Request, Response
@@ -152,13 +152,9 @@ class Admin:
         )
 
     async def set_policy(self, request: Request) -> Response:
+        change = admin_body(request.body, PolicyChange, '{"policy": "NAME"}', "policy")
         try:
-            change = msgspec.json.decode(request.body, type=PolicyChange)
             self._dispatcher.policy = parse_policy(change.policy)
-        except msgspec.MsgspecError as error:
-            raise RequestError(
-                f'the body must be of the form {{"policy": "NAME"}}: {error}', param="policy"
-            ) from error
         except PolicyError as error:
             raise RequestError(str(error), param="policy", code="unknown_policy") from error
         return await self.get_policy(request)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.parser
 import jinja2.sandbox
 from jinja2 import nodes
@@ -24,11 +25,16 @@ class ChatTemplate:
     """A template, compiled once. Thread-safe.
 
     special_tokens   variables for the template, such as `bos_token`
+    uses_tools       whether the template reads `tools`: otherwise they would be dropped silently
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
+        environment = _environment()
         self._special_tokens = dict(special_tokens)
-        self._template = _environment().from_string(source)
+        self._template = environment.from_string(source)
+        self.uses_tools = "tools" in jinja2.meta.find_undeclared_variables(
+            environment.parse(source)
+        )
 
     def render(
         self,
@@ -96,5 +102,18 @@ def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
 
 
-def _to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter `tojson` with the parameters that it has in `transformers`, in their order."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

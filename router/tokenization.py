@@ -57,7 +57,13 @@ class Encoder:
         self.text_encoder = TextEncoder(info.tokenizer_json)
         self.boundaries = Boundaries(
             info.tokenizer_json,
-            info.chat_template + "".join(map(str, info.special_tokens.values())),
+            "".join(
+                [
+                    info.chat_template,
+                    info.tool_chat_template,
+                    *map(str, info.special_tokens.values()),
+                ]
+            ),
         )
         self.bos = b""
         if info.add_bos:
@@ -65,21 +71,27 @@ class Encoder:
             if bos is None:
                 raise ValueError("the model wants a bos token but its tokenizer has none")
             self.bos = pack_tokens([bos])
-        self._template = (
-            ChatTemplate(info.chat_template, info.special_tokens) if info.chat_template else None
-        )
+        self._template = _template(info.chat_template, info)
+        self._tool_template = _template(info.tool_chat_template, info) or self._template
 
     def render(self, request: ApiRequest) -> str:
-        """The text of a chat. Raises RequestError (400) where the template refuses it."""
-        if self._template is None:
+        """The text of a chat. Raises RequestError (400) where the template refuses it, or would
+        ignore the request's tools."""
+        template = self._tool_template if request.tools else self._template
+        if template is None:
             raise RequestError(
                 f"the model `{self.info.model}` has no chat template: use /v1/completions",
                 code="no_chat_template",
             )
-        try:
-            return self._template.render(
-                request.messages or [], request.tools, request.template_fields
+        if request.tools and not template.uses_tools:
+            raise RequestError(
+                f"the chat template of the model `{self.info.model}` does not use tools: leave "
+                '`tools` out, or set `tool_choice` to "none"',
+                param="tools",
+                code="tools_not_supported",
             )
+        try:
+            return template.render(request.messages or [], request.tools, request.template_fields)
         except Exception as error:  # whatever a template does with a client's messages
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
@@ -232,6 +244,10 @@ class Tokenization:
             type=SERVICE_UNAVAILABLE,
             code="no_tokenizer",
         )
+
+
+def _template(source: str, info: ModelInfo) -> ChatTemplate | None:
+    return ChatTemplate(source, info.special_tokens) if source else None
 
 
 def context_too_short(

@@ -182,6 +182,35 @@ async def test_templates_have_the_usual_helpers(make):
     assert encoder.render(request) == '<s>a[{"n": "é"}]4True!'
 
 
+async def test_tojson_takes_what_transformers_gives_it(make):
+    template = (
+        "{{ tools | tojson(separators=(',', ':'), sort_keys=true, ensure_ascii=true) }}"
+        "{{ tools | tojson(indent=1) }}{{ tools | tojson(false, 1) }}"
+    )
+    encoder = Encoder(model_info(chat_template=template))
+    rendered = encoder.render(asked(messages=say("a"), tools=[{"z": "é", "a": 1}]))
+    indented = '[\n {\n  "z": "é",\n  "a": 1\n }\n]'
+    assert rendered == '[{"a":1,"z":"\\u00e9"}]' + indented * 2
+
+
+async def test_tools_go_to_the_template_for_tools(make):
+    encoder = Encoder(
+        model_info(
+            chat_template="plain {{ messages[0].content }}",
+            tool_chat_template="with {{ tools[0].n }} {{ messages[0].content }}",
+        )
+    )
+    assert encoder.render(asked(messages=say("a"))) == "plain a"
+    assert encoder.render(asked(messages=say("a"), tools=[{"n": "f"}])) == "with f a"
+
+
+async def test_tools_that_the_template_would_drop_are_refused(make):
+    encoder = Encoder(model_info(chat_template="{{ messages[0].content }}"))
+    with pytest.raises(RequestError, match="does not use tools") as refusal:
+        encoder.render(asked(messages=say("a"), tools=[{"n": "f"}]))
+    assert (refusal.value.status, refusal.value.param) == (400, "tools")
+
+
 async def test_a_model_without_a_template_asks_for_completions(make):
     with pytest.raises(RequestError, match="use /v1/completions"):
         await prompt_of(make(model_info(chat_template="")), asked(messages=say("x")))
