@@ -136,7 +136,7 @@ def measure(stage: Stage, gateways: list[Gateway]) -> Results:
                         concurrency=case.concurrency,
                         seconds=SECONDS,
                         seed=number,
-                        pid=gateway.pid if gateway else 0,
+                        pids=gateway.pids if gateway else [],
                     ),
                 )
                 runs[case][name].append(result)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 
@@ -31,14 +32,16 @@ class Gateway:
         self._process = process
 
     @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
+    def pids(self) -> list[int]:
+        """Its process and that one's children."""
+        pid = self._process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [pid, *map(int, children)]
 
     @property
     def threads(self) -> int:
-        """How many it has."""
-        return len(os.listdir(f"/proc/{self._process.pid}/task"))
+        """How many they have."""
+        return sum(len(os.listdir(f"/proc/{pid}/task")) for pid in self.pids)
 
 
 class Stage:
@@ -80,14 +83,23 @@ class Stage:
     def start_ours(self) -> Gateway:
         """`stemroute gateway`, ready for all workers."""
         port = free_port()
+        return self._ready("stemroute", port, ["ops.cli", "gateway", "--port", str(port)])
+
+    def start_on_uvicorn(self) -> Gateway:
+        """The same gateway as an ASGI application, ready for all workers."""
+        port = free_port()
+        return self._ready("uvicorn", port, ["tests.benchmarks.gateways.on_uvicorn", str(port)])
+
+    def _ready(self, name: str, port: int, module: list[str]) -> Gateway:
         process = self._start(
-            [
-                *(sys.executable, "-m", "ops.cli", "gateway", "--port", str(port)),
-                *("--redis-url", self._redis_url),
-            ],
-            env={**os.environ, "STEMROUTE_POOL": POOL},
+            [sys.executable, "-m", *module],
+            env={
+                **os.environ,
+                "STEMROUTE_POOL": POOL,
+                "STEMROUTE_REDIS_URL": self._redis_url,
+            },
         )
-        gateway = Gateway("stemroute", port, process)
+        gateway = Gateway(name, port, process)
 
         def ready() -> bool:
             view = httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5).json()
