@@ -31,11 +31,8 @@ from router.dispatch import Dispatcher
 from router.edge import (
     Edge,
     Route,
-    body_too_large,
     json_response,
-    malformed,
     no_ready_worker,
-    too_many_connections,
 )
 from router.fleet import Fleet
 from router.forwarding import Forwarder
@@ -172,12 +169,7 @@ class Gateway:
         self._cleanup.push_async_callback(self._stop_following, self._following)
         edge = self._edge()
         self._server = HttpServer(
-            admit=edge.admit,
-            answer=edge.answer,
-            malformed=malformed,
-            too_large=body_too_large(settings.max_body_bytes),
-            max_body_bytes=settings.max_body_bytes,
-            full=too_many_connections(settings.max_connections),
+            edge.service(),
             max_connections=settings.max_connections,
             write_timeout_s=settings.write_timeout_s,
             counts=self.metrics.connections,

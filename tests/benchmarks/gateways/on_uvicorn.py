@@ -68,7 +68,7 @@ class App:
     """The ASGI application."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._server = gateway._server
+        self._service = gateway._edge().service()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         headers = {
@@ -77,7 +77,7 @@ class App:
         }
         request = _AsgiRequest(None, headers, scope["method"], scope["path"], "1.1", True)  # type: ignore[arg-type]
         request.send = send
-        self._server.admit(request)
+        self._service.admit(request)
         message = await receive()
         body = message["body"]
         while message.get("more_body"):
@@ -88,7 +88,7 @@ class App:
         assert task is not None
         leaving = asyncio.create_task(_cancel_when_gone(receive, task))
         try:
-            response = await self._server.answer(request)
+            response = await self._service.answer(request)
             if response is not None:
                 await self._send_whole(response, send)
         finally:
