@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from itertools import islice
+from pathlib import Path
 
 from router.http_connection import ClientConnection, Service
 from router.metrics import ConnectionCounts
@@ -67,15 +68,24 @@ class HttpServer:
         self._listening: asyncio.Server
         self._sweeping: asyncio.TimerHandle
 
-    async def start(self, host: str, port: int) -> tuple[str, int]:
-        """Listen; returns the address. Raises OSError for a taken port."""
+    async def start(self, host: str, port: int, *, shared: bool = False) -> tuple[str, int]:
+        """Listen; returns the address. Raises OSError for a taken port.
+
+        `shared`: other processes listen on the same port (SO_REUSEPORT)
+        """
         loop = asyncio.get_running_loop()
         self._listening = await loop.create_server(
-            lambda: ClientConnection(self._service, self), host, port, backlog=BACKLOG
+            self._connection, host, port, backlog=BACKLOG, reuse_port=shared
         )
         self._sweeping = loop.call_later(SWEEP_S, self._sweep_on)
         name = self._listening.sockets[0].getsockname()
         return str(name[0]), int(name[1])
+
+    async def start_unix(self, path: Path) -> None:
+        """Listen on a Unix socket."""
+        loop = asyncio.get_running_loop()
+        self._listening = await loop.create_unix_server(self._connection, str(path))
+        self._sweeping = loop.call_later(SWEEP_S, self._sweep_on)
 
     async def stop(self, drain_s: float) -> None:
         """Take no new requests, give answers `drain_s` to end and to be read, then cut what is
@@ -150,6 +160,9 @@ class HttpServer:
                 connection.transport.abort()
             elif connection.task is None and connection.heard_at < now - IDLE_S:
                 connection.transport.close()  # after what is still to be sent
+
+    def _connection(self) -> ClientConnection:
+        return ClientConnection(self._service, self)
 
     def _replace_idle(self) -> bool:
         """End an idle connection for a new one. Returns whether there was one."""

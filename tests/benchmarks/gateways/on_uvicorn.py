@@ -68,7 +68,7 @@ class App:
     """The ASGI application."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._service = gateway._edge().service()
+        self._service = gateway._server._service
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         headers = {
