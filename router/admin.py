@@ -13,6 +13,7 @@ from cluster.bus_status import BusStatus
 from cluster.protocol import HEADER_EXPLAIN, HEADER_REQUEST_ID, RequestError, WorkerState
 from router.dispatch import Dispatcher
 from router.edge import Route, json_response
+from router.encoding import EncoderInfo
 from router.fleet import Fleet
 from router.http_messages import Request, Response
 from router.policies import PolicyError, available, parse_policy
@@ -100,6 +101,7 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
 
     refused       worker -> the reason why it is not used
     disagreeing   worker -> how what it publishes differs from what it says that it caches
+    encoders      which library encodes, for each tokenizer that requests have needed so far
     """
 
     pool: str
@@ -109,6 +111,7 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     bus: BusView
     refused: dict[str, str]
     disagreeing: dict[str, str]
+    encoders: list[EncoderInfo]
     workers: list[WorkerView]
 
 
@@ -137,12 +140,14 @@ class Admin:
         dispatcher: Dispatcher,
         session: aiohttp.ClientSession,
         bus: Callable[[], BusStatus],
+        encoders: Callable[[], list[EncoderInfo]],
     ) -> None:
         self._pool = pool
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._session = session
         self._bus = bus
+        self._encoders = encoders
         self._changed = asyncio.Event()
         fleet.listener = self._changed.set
 
@@ -233,6 +238,7 @@ class Admin:
             ),
             refused={**status.refused, **fleet.refused()},
             disagreeing=disagreeing(fleet, status),
+            encoders=self._encoders(),
             workers=self._workers(),
         )
 

@@ -86,22 +86,24 @@ class Combined:
         return Response(labelled(texts), headers=own.headers)
 
     async def _fleet(self, request: Request) -> Response:
-        own, *others = [
+        views = [
             msgspec.json.decode(body, type=FleetView)
             for body in await self._bodies(request, "/admin/fleet")
         ]
+        own = views[0]
         routed = Counter[str]()
-        for view in (own, *others):
+        for view in views:
             routed.update({worker.worker: worker.routed for worker in view.workers})
-        stale = [view for view in (own, *others) if view.bus.stale]
+        stale = [view.bus for view in views if view.bus.stale]
         return json_response(
             msgspec.structs.replace(
                 own,
-                requests_total=sum(view.requests_total for view in (own, *others)),
-                in_flight=sum(view.in_flight for view in (own, *others)),
-                bus=stale[0].bus if stale else own.bus,
-                refused={k: v for view in (*others, own) for k, v in view.refused.items()},
-                disagreeing={k: v for view in (*others, own) for k, v in view.disagreeing.items()},
+                requests_total=sum(view.requests_total for view in views),
+                in_flight=sum(view.in_flight for view in views),
+                bus=stale[0] if stale else own.bus,
+                refused={name: why for view in views for name, why in view.refused.items()},
+                disagreeing={name: why for view in views for name, why in view.disagreeing.items()},
+                encoders=list(dict.fromkeys(each for view in views for each in view.encoders)),
                 workers=[
                     msgspec.structs.replace(worker, routed=routed[worker.worker])
                     for worker in own.workers

@@ -229,7 +229,7 @@ class Forwarder:
             prompt=prompt.tokens,
             predicted=placement.predicted_hit_tokens,
             hit=int(told) if told.isdecimal() else 0,
-            best_hit=int(placement.candidates.hit_tokens.max()),
+            best_hit=placement.candidates.best_hit_tokens,
         )
 
 

@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from cluster.bus_status import BusStatus
+from router.encoding import EncoderInfo
 from router.fleet import Fleet
 from router.readiness import disagreeing, index_view
 from router.shadow import Shadows
@@ -369,3 +370,24 @@ class _ShadowMetrics(Collector):
             hits.add_metric(name, view.hit_tokens)
             imbalance.add_metric(name, view.imbalance)
         yield from (requests, agreed, prompt, hits, imbalance)
+
+
+class EncoderMetrics(Collector):
+    """Which library encodes prompts, read when scraped."""
+
+    def __init__(self, encoders: Callable[[], list[EncoderInfo]]) -> None:
+        self._encoders = encoders
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        infos = GaugeMetricFamily(
+            "stemroute_gateway_encoder_info",
+            "1 for each tokenizer in use, with the library that encodes for it; `tokenizers` is "
+            "many times slower than `fastokens`, and serves what that does not encode exactly",
+            labels=["model", "tokenizer", "library", "version"],
+        )
+        for info in self._encoders():
+            infos.add_metric([info.model, info.tokenizer, info.library, info.version], 1)
+        yield infos

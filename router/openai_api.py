@@ -13,11 +13,14 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from cluster.protocol import RequestError, Sampling
+from cluster.settings import GatewaySettings
+from router.json_bounds import check_json_size
 from router.unserved import UNSERVED
 
 MAX_STOP_STRINGS = 16
 MAX_SALT_CHARACTERS = 256
 MAX_TYPE_CHARACTERS = 64
+DEFAULT_MAX_MESSAGES = GatewaySettings().max_messages
 
 Kind = Literal["chat", "completion"]
 
@@ -118,6 +121,7 @@ class ApiRequest(NamedTuple):
     template_fields  further variables for the chat template
     max_tokens       None where the request sets no limit
     request_type     the client's own word for the kind of work: a hint for the workers' caches
+    body_bytes       size of the body that was parsed, a measure of the work that is still to do
     """
 
     kind: Kind
@@ -134,6 +138,7 @@ class ApiRequest(NamedTuple):
     continuous_usage: bool = False
     cache_salt: str = ""
     request_type: str = ""
+    body_bytes: int = 0
 
     @property
     def turn(self) -> int:
@@ -141,9 +146,16 @@ class ApiRequest(NamedTuple):
         return sum(message["role"] == "user" for message in self.messages or [])
 
 
-def parse_chat(body: bytes) -> ApiRequest:
+def parse_chat(body: bytes, max_messages: int = DEFAULT_MAX_MESSAGES) -> ApiRequest:
     """Understand the body of a chat request. Raises RequestError (400)."""
+    check_json_size(body, max_messages)
     parsed = _decode(body, ChatBody)
+    if len(parsed.messages) > max_messages:
+        raise RequestError(
+            f"`messages` holds {len(parsed.messages)} messages: send at most {max_messages} "
+            "(gateway.max_messages)",
+            param="messages",
+        )
     _refuse_unserved(parsed)
     if not parsed.messages:
         raise RequestError("`messages` is empty: send at least one message", param="messages")
@@ -159,17 +171,22 @@ def parse_chat(body: bytes) -> ApiRequest:
         )
     limit = parsed.max_completion_tokens
     return _common(parsed, "chat", parsed.max_tokens if limit is None else limit)._replace(
+        body_bytes=len(body),
         messages=[_plain(place, message) for place, message in enumerate(parsed.messages)],
         tools=(parsed.tools or None) if parsed.tool_choice != "none" else None,
         template_fields=parsed.chat_template_kwargs or {},
     )
 
 
-def parse_completion(body: bytes) -> ApiRequest:
-    """Understand the body of a completion request. Raises RequestError (400)."""
+def parse_completion(body: bytes, max_messages: int = DEFAULT_MAX_MESSAGES) -> ApiRequest:
+    """Understand the body of a completion request. Raises RequestError (400).
+
+    `max_messages` bounds the JSON values of the body, as in a chat.
+    """
+    check_json_size(body, max_messages)
     parsed = _decode(body, CompletionBody)
     _refuse_unserved(parsed)
-    request = _common(parsed, "completion", parsed.max_tokens)
+    request = _common(parsed, "completion", parsed.max_tokens)._replace(body_bytes=len(body))
     prompt = parsed.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]  # type: ignore[assignment]  # a list of one prompt
@@ -195,13 +212,10 @@ class _Kinds(msgspec.Struct):
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-def parse_either(body: bytes) -> ApiRequest:
+def parse_either(body: bytes, max_messages: int = DEFAULT_MAX_MESSAGES) -> ApiRequest:
     """Understand a chat (it has `messages`) or a completion. Raises RequestError (400)."""
-    return (
-        parse_completion(body)
-        if _decode(body, _Kinds).messages is msgspec.UNSET
-        else parse_chat(body)
-    )
+    is_chat = _decode(body, _Kinds).messages is not msgspec.UNSET
+    return (parse_chat if is_chat else parse_completion)(body, max_messages)
 
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
@@ -212,7 +226,11 @@ def _decode(body: bytes, kind: type[_Body]) -> _Body:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except RecursionError as error:
+        raise RequestError(
+            "the body nests objects and arrays too deeply: send a flatter one", code="invalid_json"
+        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(
             f"the body is not valid JSON: {error}; send a JSON object", code="invalid_json"
         ) from error

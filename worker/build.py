@@ -11,11 +11,12 @@ import torch
 from cluster.blocks import Namespace
 from cluster.protocol import ModelInfo
 from cluster.settings import WorkerSettings
-from worker.attention import attention_backend
+from worker.attention.registry import attention_backend
 from worker.decode_graphs import CudaCapture
 from worker.emulator import EMULATED, build_emulated
-from worker.engine import EngineConfig, EngineCore
-from worker.eviction_choice import parse_eviction
+from worker.engine import EngineCore
+from worker.engine_config import EngineConfig
+from worker.eviction.registry import parse_eviction
 from worker.first_speed import first_speed
 from worker.kv_memory import blocks_that_fit, kv_block_bytes
 from worker.messages import EngineInfo

@@ -10,8 +10,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from cluster.protocol import CacheView, Load, TierView
-from worker.engine import EvictionAges
-from worker.engine_stats import TierStats
+from worker.messages import EvictionAges, TierStats
 from worker.service import WorkerService
 
 PREFIX = "stemroute_worker_"

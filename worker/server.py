@@ -41,8 +41,8 @@ from cluster.protocol import (
 )
 from cluster.settings import Settings
 from worker.answers import Answer, Transcript
-from worker.engine import EngineRequest, Output
 from worker.engine_client import EngineDead
+from worker.messages import EngineRequest, Output
 from worker.metrics import cache_view, render_metrics
 from worker.service import WorkerService
 

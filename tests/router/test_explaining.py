@@ -227,7 +227,7 @@ def test_whatever_the_policy_each_worker_has_a_cost_or_a_reason(policy, batches)
 
 def test_a_policy_that_does_not_say_why_it_leaves_a_worker_out():
     def never_the_first(candidates, parameters, state, rng):
-        costs = np.arange(len(candidates.slots), dtype=np.float64)
+        costs = np.arange(len(candidates.columns.slots), dtype=np.float64)
         costs[0] = np.inf
         return Decision(1, costs)
 

@@ -69,8 +69,34 @@ def test_nulls_harmless_values_and_unknown_fields_are_ignored():
         service_tier="auto",
         parallel_tool_calls=True,
     )
-    assert asked == chat()
-    assert completion(best_of=1, echo=False, suffix=None) == completion()
+    assert asked._replace(body_bytes=0) == chat()._replace(body_bytes=0)
+    served = completion(best_of=1, echo=False, suffix=None)
+    assert served._replace(body_bytes=0) == completion()._replace(body_bytes=0)
+
+
+def test_the_size_of_the_body_is_kept():
+    body = json.dumps({"model": "m", "prompt": "é"}).encode()
+    assert parse_completion(body).body_bytes == len(body)
+
+
+def test_a_chat_of_too_many_messages_is_refused_with_the_bound():
+    body = json.dumps({"model": "m", "messages": HELLO * 4}).encode()
+    assert len(parse_chat(body, 4).messages) == 4
+    with pytest.raises(RequestError, match=r"4 messages: send at most 3 \(gateway.max_messages\)"):
+        parse_chat(body, 3)
+    with pytest.raises(RequestError, match="at most 10000 messages") as big:
+        parse_chat(json.dumps({"model": "m", "messages": HELLO * 100_000}).encode())
+    assert big.value.status == 400
+
+
+@pytest.mark.parametrize("depth", [2_000, 1_000_000])
+@pytest.mark.parametrize("field", ["tools", "unknown"])
+def test_json_that_nests_too_deeply_is_refused(field, depth):
+    nested = "[" * depth + "]" * depth
+    body = f'{{"model": "m", "messages": [], "{field}": [{{"a": {nested}}}]}}'
+    with pytest.raises(RequestError, match=r"the body (nests|holds)") as refusal:
+        parse_chat(body.encode())
+    assert refusal.value.status == 400
 
 
 def test_text_parts_become_one_string():

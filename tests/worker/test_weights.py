@@ -234,9 +234,26 @@ def test_dtypes_and_devices_of_settings():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert resolve_dtype("float32", cpu) == torch.float32
     assert resolve_dtype("auto", cuda) == torch.bfloat16
-    native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert resolve_dtype("auto", cpu) == (torch.bfloat16 if native else torch.float32)
     with pytest.raises(ValueError, match=r"no dtype 'int8'; there are auto, bfloat16"):
         resolve_dtype("int8", cpu)
     assert resolve_device("cpu") == cpu
     assert resolve_device("auto").type in ("cpu", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("onednn", "avx512", "avx512_bf16", "dtype"),
+    [
+        (False, False, False, torch.float32),  # AVX2
+        (True, True, False, torch.float32),  # AVX-512 without bfloat16: oneDNN would convert
+        (True, True, True, torch.bfloat16),
+        (True, False, False, torch.bfloat16),  # Arm, or AVX2 with VNNI-2
+        (False, True, True, torch.float32),  # oneDNN held to AVX2
+    ],
+)
+def test_auto_is_bfloat16_where_the_cpu_has_instructions_for_it(
+    monkeypatch, onednn, avx512, avx512_bf16, dtype
+):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    assert resolve_dtype("auto", torch.device("cpu")) == dtype

@@ -80,10 +80,12 @@ class Stage:
                 raise CannotRun("a mock worker does not start: its message is above")
             self.worker_urls.append(url)
 
-    def start_ours(self) -> Gateway:
+    def start_ours(self, processes: int = 1) -> Gateway:
         """`stemroute gateway`, ready for all workers."""
         port = free_port()
-        return self._ready("stemroute", port, ["ops.cli", "gateway", "--port", str(port)])
+        name = "stemroute" if processes == 1 else f"stemroute, {processes} processes"
+        command = ["ops.cli", "gateway", "--port", str(port), "--processes", str(processes)]
+        return self._ready(name, port, command)
 
     def start_on_uvicorn(self) -> Gateway:
         """The same gateway as an ASGI application, ready for all workers."""
@@ -102,8 +104,10 @@ class Stage:
         gateway = Gateway(name, port, process)
 
         def ready() -> bool:
-            view = httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5).json()
-            return bool(view["workers_ready"] == len(self.worker_urls))
+            answer = httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5)
+            if answer.status_code != 200:
+                return False
+            return bool(answer.json()["workers_ready"] == len(self.worker_urls))
 
         self._wait(process, gateway.name, ready)
         return gateway
