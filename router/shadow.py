@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections import Counter as Tally
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -53,6 +54,48 @@ class ShadowView(msgspec.Struct, frozen=True, kw_only=True):
     imbalance: float
     computed_tokens: dict[str, int]
     requests_to: dict[str, int]
+
+
+def shadow_view(
+    policy: str,
+    *,
+    requests: int,
+    agreed: int,
+    prompt_tokens: int,
+    hit_tokens: int,
+    computed_tokens: Mapping[str, int],
+    requests_to: Mapping[str, int],
+) -> ShadowView:
+    """From counts alone."""
+    mean = sum(computed_tokens.values()) / len(computed_tokens) if computed_tokens else 0.0
+    return ShadowView(
+        policy=policy,
+        requests=requests,
+        agreed=agreed,
+        prompt_tokens=prompt_tokens,
+        hit_tokens=hit_tokens,
+        hit_ratio=hit_tokens / prompt_tokens if prompt_tokens else 0.0,
+        imbalance=max(computed_tokens.values()) / mean if mean else 1.0,
+        computed_tokens=dict(sorted(computed_tokens.items())),
+        requests_to=dict(sorted(requests_to.items())),
+    )
+
+
+def sum_of_views(views: Sequence[ShadowView]) -> ShadowView:
+    """What one policy would have done at several gateways: at least one view."""
+    computed, requests_to = Tally[str](), Tally[str]()
+    for view in views:
+        computed.update(view.computed_tokens)
+        requests_to.update(view.requests_to)
+    return shadow_view(
+        views[0].policy,
+        requests=sum(view.requests for view in views),
+        agreed=sum(view.agreed for view in views),
+        prompt_tokens=sum(view.prompt_tokens for view in views),
+        hit_tokens=sum(view.hit_tokens for view in views),
+        computed_tokens=computed,
+        requests_to=requests_to,
+    )
 
 
 class _Placed(NamedTuple):
@@ -205,18 +248,14 @@ class Arm:
 
     def view(self) -> ShadowView:
         """What it would have done so far."""
-        computed = self._computed
-        mean = sum(computed.values()) / len(computed) if computed else 0.0
-        return ShadowView(
-            policy=self.name,
+        return shadow_view(
+            self.name,
             requests=self._requests,
             agreed=self._agreed,
             prompt_tokens=self._prompt_tokens,
             hit_tokens=self._hit_tokens,
-            hit_ratio=self._hit_tokens / self._prompt_tokens if self._prompt_tokens else 0.0,
-            imbalance=max(computed.values()) / mean if mean else 1.0,
-            computed_tokens=dict(sorted(computed.items())),
-            requests_to=dict(sorted(self._requests_to.items())),
+            computed_tokens=self._computed,
+            requests_to=self._requests_to,
         )
 
     def check(self) -> None:
