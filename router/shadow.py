@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from cluster.protocol import prefill_pairs
 from router.fleet import Fleet
@@ -110,7 +111,7 @@ class _Placed(NamedTuple):
     pending_pairs: int
 
 
-class _Ghost:
+class _Ghost(msgspec.Struct, eq=False):
     """One worker in one epoch, as an arm imagines it.
 
     cached        its blocks, the longest unused first; parents are newer than their children, so
@@ -120,23 +121,14 @@ class _Ghost:
     taken_blocks  blocks that all of them take; what they share counts once
     """
 
-    __slots__ = (
-        "cached",
-        "computing",
-        "epoch",
-        "pending_pairs",
-        "pending_tokens",
-        "taken_blocks",
-        "unfinished",
-        "worker",
-    )
-
-    def __init__(self, worker: str, epoch: int) -> None:
-        self.worker = worker
-        self.epoch = epoch
-        self.cached: dict[bytes, None] = {}
-        self.unfinished: dict[str, _Placed] = {}
-        self.computing = self.pending_tokens = self.pending_pairs = self.taken_blocks = 0
+    worker: str
+    epoch: int
+    cached: dict[bytes, None] = msgspec.field(default_factory=dict)
+    unfinished: dict[str, _Placed] = msgspec.field(default_factory=dict)
+    computing: int = 0
+    pending_tokens: int = 0
+    pending_pairs: int = 0
+    taken_blocks: int = 0
 
     def place(self, request_id: str, placed: _Placed) -> None:
         """A request is sent there."""
@@ -308,10 +300,12 @@ class Arm:
         columns = candidates.columns
         hit_tokens = depths[columns.slots] * block_size
         free_blocks = np.maximum(columns.capacity_blocks - taken, 0)
-        return candidates._replace(
+        return structs.replace(
+            candidates,
             hit_tokens=hit_tokens,
             best_hit_tokens=int(hit_tokens.max()),
-            columns=columns._replace(
+            columns=structs.replace(
+                columns,
                 pending_tokens=pending,
                 running=batch - computing,
                 waiting=computing,
