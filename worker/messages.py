@@ -81,11 +81,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     evictions_for_space          their room was needed
     evictions_over_share         the cache held more than its share of the pool
     evictions_expired            they had been of no use for too long (policy `ttl`)
-    flushed_blocks               cached blocks dropped by flushes and new weights
+    flushed_blocks               cached blocks dropped by flushes and new weights, or because a
+                                 request that used them computed NaN or infinity
     pinned_blocks                blocks pinned now
     duplicates                   blocks computed though another had cached them meanwhile
     collisions                   equal hashes of unequal content seen, on a look-up or a commit
-    failed_steps                 steps in which the runner failed
+    failed_steps                 steps that failed and were computed again, item by item if need be
     """
 
     hits: int

@@ -265,6 +265,14 @@ class ColdTiers:
         if files:
             self.disk.clear()
 
+    def forget_blocks(self, hashes: Sequence[bytes]) -> None:
+        """Forget these blocks and all that continue them, on disk too."""
+        for tier in (self.host, self.disk):
+            for block_hash in hashes:
+                entry = tier.get(block_hash)
+                if entry is not None:
+                    tier.remove(entry)
+
     # What is told of it
 
     def report(self) -> ColdReport:
