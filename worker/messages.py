@@ -210,18 +210,24 @@ class Pin(msgspec.Struct, frozen=True, tag=True):
     token_ids: bytes
 
 
-class LoadWeights(msgspec.Struct, frozen=True, tag=True):
-    """Load another model of the same architecture, then end all requests and compute with it."""
+class PrepareWeights(msgspec.Struct, frozen=True, tag=True):
+    """Read another model of the same architecture into memory, and go on computing meanwhile."""
 
     ticket: int
     model: str
+
+
+class ApplyWeights(msgspec.Struct, frozen=True, tag=True):
+    """End all requests, then compute with the model that was prepared last."""
+
+    ticket: int
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the process."""
 
 
-ToEngine = Add | Cancel | Flush | GetBlocks | GetStats | Pin | LoadWeights | Stop
+ToEngine = Add | Cancel | Flush | GetBlocks | GetStats | Pin | PrepareWeights | ApplyWeights | Stop
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -304,8 +310,14 @@ class Pinned(msgspec.Struct, frozen=True, tag=True):
     tokens: int
 
 
+class WeightsPrepared(msgspec.Struct, frozen=True, tag=True):
+    """Answer to PrepareWeights: they can be used."""
+
+    ticket: int
+
+
 class WeightsLoaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Answer to LoadWeights: what comes after this is of the new model, and of a new epoch."""
+    """Answer to ApplyWeights: what comes after this is of the new model, and of a new epoch."""
 
     ticket: int
     info: EngineInfo
@@ -326,7 +338,18 @@ class Died(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-FromEngine = Ready | Stepped | Flushed | Blocks | Stats | Pinned | WeightsLoaded | NotDone | Died
+FromEngine = (
+    Ready
+    | Stepped
+    | Flushed
+    | Blocks
+    | Stats
+    | Pinned
+    | WeightsPrepared
+    | WeightsLoaded
+    | NotDone
+    | Died
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

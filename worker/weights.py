@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +19,7 @@ from tokenizers import Tokenizer
 
 from worker.fingerprint import digest_fields, digest_files
 from worker.models.config import ModelConfig, ModelError, UnsupportedModel
+from worker.owned_folder import OwnedFolder
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +159,8 @@ def _convert_gguf(file: Path, directory: Path, dtype: torch.dtype) -> None:
 
     log.info("converting %s once to %s", file, directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    folder = OwnedFolder(f".{directory.name}-", directory.parent)
+    draft = folder.path
     try:
         convert_gguf(file, draft, dtype)
         for written in draft.iterdir():
@@ -173,7 +173,7 @@ def _convert_gguf(file: Path, directory: Path, dtype: torch.dtype) -> None:
                 raise
             # Another worker was quicker. Its files are equal to these.
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        folder.remove()
 
 
 def _load_directory(directory: Path, cache: Path, name: str, weights_digest: str) -> LoadedModel:

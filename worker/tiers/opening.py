@@ -99,6 +99,7 @@ def open_folder(
 
 def _measure(tiers: ColdTiers, copies: TorchCopies, folder: DiskFolder | None, most: int) -> None:
     """What copies and reads cost here, before the first request asks. Later loads correct it."""
+    copies.clear(most)
     copies.copy_in([0], [1])  # whatever the first one has to set up does not count
     for count in PROBE_BLOCKS:
         count = min(count, most)
