@@ -105,8 +105,8 @@ def convert_gguf(file: Path, directory: Path, dtype: torch.dtype) -> None:
     parts = int(source.get("split.count", 0))
     if parts > 1:
         raise UnsupportedModel(
-            f"{file} is part {int(source.get('split.no', 0)) + 1} of {parts} of a model: merge them "
-            f"with `llama-gguf-split --merge FIRST_PART OUT.gguf` and load that file"
+            f"{file} is part {int(source.get('split.no', 0)) + 1} of {parts} of a model: merge "
+            "them with `llama-gguf-split --merge FIRST_PART OUT.gguf` and load that file"
         )
     raw_config = _config_of(source)
     raw_config["torch_dtype"] = str(dtype).removeprefix("torch.")
