@@ -51,11 +51,18 @@ def status_table(fleet: dict[str, Any]) -> RenderableType:
                 f"{bus['disagreements']} disagreements, {bus['repairs']} repairs"
             )
         )
+    lines += [Text(encoder_line(encoder)) for encoder in fleet["encoders"]]
     lines += [
         Text(f"refused: {worker}: {reason}", style="red")
         for worker, reason in fleet["refused"].items()
     ]
     return Group(*lines)
+
+
+def encoder_line(encoder: dict[str, Any]) -> str:
+    """Which library encodes the prompts of a model, and why where it is the slower one."""
+    line = f"{encoder['model']}: prompts are encoded by {encoder['library']} {encoder['version']}"
+    return f"{line}, because {encoder['reason']}" if encoder["reason"] else line
 
 
 def cache_table(cache: dict[str, Any]) -> RenderableType:

@@ -56,9 +56,7 @@ class Transcript:
         parts: list[str] = []
         for token_id in token_ids:
             self.completion_tokens += 1
-            if (
-                token_id in self._stop_ids
-            ):  # its text is not part of the answer, so no filter sees it
+            if token_id in self._stop_ids:  # gives no text in which the filter could see it
                 finish_reason = "stop"
                 break
             text, stopped = self._stop.push(self._detokenizer.push([token_id]))
@@ -145,4 +143,6 @@ class Answer:
         }
         if usage_of is not None:
             body["usage"] = usage_of.usage
+        elif self._request.include_usage:
+            body["usage"] = None  # as OpenAI's: every chunk has the field, the last one a value
         return b"data: " + _encode(body) + b"\n\n"

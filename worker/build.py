@@ -148,6 +148,7 @@ def of_weights(loaded: LoadedModel, dtype: torch.dtype, block_size: int) -> dict
         ),
         "tokenizer_json": loaded.tokenizer_json,
         "chat_template": loaded.chat_template,
+        "tool_chat_template": loaded.tool_chat_template,
         "special_tokens": loaded.special_tokens,
         "add_bos": loaded.add_bos,
         "embedding_rows": loaded.config.vocab_size,

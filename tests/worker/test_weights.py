@@ -165,6 +165,22 @@ def test_a_chat_template_in_the_tokenizer_config(directory, tmp_path, value, exp
     assert load(directory, tmp_path).chat_template == expected
 
 
+def test_the_template_for_tools_is_found_by_its_name_and_is_part_of_the_digest(directory, tmp_path):
+    plain = load(directory, tmp_path)
+    (directory / "chat_template.jinja").unlink()
+    named = [
+        {"name": "default", "template": plain.chat_template},
+        {"name": "tool_use", "template": "t"},
+    ]
+    write(directory / "tokenizer_config.json", {"chat_template": named})
+    both = load(directory, tmp_path)
+    assert (both.chat_template, both.tool_chat_template) == (plain.chat_template, "t")
+    assert both.tokenizer_digest != plain.tokenizer_digest
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("file")
+    assert load(directory, tmp_path).tool_chat_template == "file"
+
+
 def test_a_bos_token_is_added_where_the_tokenizer_does(directory, tmp_path):
     write(directory / "tokenizer_config.json", {"bos_token": {"content": "<|im_start|>"}})
     assert not load(directory, tmp_path).add_bos
