@@ -207,7 +207,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     tool_chat_template   for chats with tools, "" where `chat_template` serves these too
     special_tokens   such as {"bos_token": "<s>", "eos_token": "</s>"}, given to the template
     add_bos          whether completions (not chats) begin with the bos token
-    embedding_rows       token ids are below this; 0: not known, the tokenizer's vocabulary counts
+    embedding_rows   token ids are below this; 0: not known, the tokenizer's vocabulary counts
     """
 
     model: str

@@ -113,11 +113,11 @@ class Encoder:
         return packed
 
     def _checked(self, ids: list[int]) -> list[int]:
+        rows = self.info.embedding_rows or self.text_encoder.vocabulary
         for token in (min(ids), max(ids)):
-            if not 0 <= token < self.text_encoder.vocabulary:
+            if not 0 <= token < rows:
                 raise RequestError(
-                    f"`prompt` holds the token id {token}: the model's ids go from 0 to "
-                    f"{self.text_encoder.vocabulary - 1}",
+                    f"`prompt` holds the token id {token}: the model's ids go from 0 to {rows - 1}",
                     param="prompt",
                 )
         return ids
