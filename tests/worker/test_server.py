@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import tempfile
 from collections.abc import AsyncIterator
 
 import aiohttp
@@ -264,6 +265,16 @@ async def test_a_dead_engine_is_said_in_words_and_fails_what_runs(
     assert status == 503
     assert b"exit code" in body
     assert worker.service.publisher.card.state == "failed"
+
+
+async def test_a_worker_that_runs_has_no_folder_that_its_end_could_leave(
+    start_worker: StartWorker, http, tmp_path_factory, monkeypatch
+) -> None:
+    folder = tmp_path_factory.mktemp("t")  # a socket's path has to be short
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    worker = await start_worker()
+    assert list(folder.iterdir()) == []
+    assert (await post(http, worker, request("a", PROMPT)))[0] == 200
 
 
 async def test_a_model_that_is_not_there_ends_the_start_with_the_reason(
