@@ -14,8 +14,8 @@ from redis.exceptions import RedisError
 
 from cluster.blocks import Namespace, split_hashes
 from cluster.bus import BusKeys
+from cluster.card_check import card_problem
 from cluster.follower import NO_ENTRY, stream_entries
-from cluster.following import card_problem
 from cluster.protocol import PROTOCOL_VERSION, BlockList, WorkerCard
 from cluster.settings import Settings
 from ops.links import Broken, Skip, Step, settled

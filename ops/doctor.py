@@ -17,8 +17,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.bus import connect
 from cluster.protocol import pool_token
+from cluster.redis_client import connect
 from cluster.settings import Settings
 from ops.bus_links import BusLinks
 from ops.gateway_links import GatewayLinks

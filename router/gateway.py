@@ -41,6 +41,7 @@ from router.fleet import Fleet
 from router.forwarding import Forwarder
 from router.http_messages import Request, Response
 from router.http_server import HttpServer
+from router.liveness import HealthProbe
 from router.member import ModelGroup
 from router.metrics import Metrics
 from router.openai_api import ApiRequest, parse_chat, parse_completion, parse_either
@@ -225,6 +226,7 @@ class Gateway:
             fleet,
             self.settings.bus,
             self.settings.secret.encode(),
+            HealthProbe(lambda: self._session),
         )
 
     async def _stop_following(self, task: asyncio.Task[None]) -> None:

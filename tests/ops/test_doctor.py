@@ -8,8 +8,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from cluster.bus import BusKeys, Publisher, connect
+from cluster.bus import BusKeys, Publisher
 from cluster.protocol import PROTOCOL_VERSION, Load
+from cluster.redis_client import connect
 from cluster.settings import BusSettings, GatewaySettings, Settings, WorkerSettings
 from ops.cli import app
 from ops.doctor import examine, healthy
