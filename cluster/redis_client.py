@@ -79,7 +79,7 @@ def trouble(error: Exception) -> str:
             )
         case OutOfMemoryError():
             return (
-                "Redis takes no writes: it has reached maxmemory and its policy evicts nothing; "
+                "Redis takes no writes: it has reached maxmemory and evicts nothing; "
                 "raise maxmemory, or give the pool a Redis of its own"
             )
         case AuthenticationError() | AuthorizationError():

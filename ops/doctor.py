@@ -1,7 +1,7 @@
 """`stemroute doctor`: walk the chain from Redis to a reused prompt and say which link is broken.
 
-    redis ─ cards ─ versions ─ digests ─ epochs ─ reports ─ workers ─ blocks
-                                              gateway ─ ready ─ index ─ probe
+    redis ─ writes ─ cards ─ versions ─ digests ─ epochs ─ reports ─ workers ─ blocks
+                                                       gateway ─ ready ─ index ─ probe
 
 Each link is looked at from outside, with the settings of the one who asks: what a gateway or a
 worker believes of itself is compared with what the others see.
@@ -17,6 +17,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from cluster.bus import BusKeys
 from cluster.protocol import pool_token
 from cluster.redis_client import connect
 from cluster.settings import Settings
@@ -48,7 +49,11 @@ async def examine(
     async with contextlib.AsyncExitStack() as stack:
         redis = None
         if settings.redis_url:
-            redis = connect(settings.redis_url, timeout_s=patience_s + 2.0)
+            redis = connect(
+                settings.redis_url,
+                timeout_s=patience_s + 2.0,
+                key=BusKeys(settings.pool).workers,
+            )
             stack.push_async_callback(redis.aclose)
         workers = await stack.enter_async_context(
             httpx.AsyncClient(timeout=HTTP_TIMEOUT_S, headers=headers)
