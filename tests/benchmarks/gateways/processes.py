@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import httpx
 
-from ops.local import start_valkey
+from ops.keeper import start_valkey
 
 START_S = 30.0
 POOL = "gateway-benchmark"
