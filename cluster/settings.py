@@ -52,6 +52,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     api_key              clients must send it as a bearer token; "" asks for none
     admin_key            for /admin; "" admits only clients on this machine
     max_body_bytes       longer request bodies are refused with 413
+    max_messages         a chat with more messages is refused with 400
     max_connections      of clients at once; then idle ones make way for further ones, or those are
                          answered 503 and closed
     write_timeout_s      a client that takes nothing of its answer for so long is cut off, and its
@@ -74,6 +75,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     api_key: str = ""
     admin_key: str = ""
     max_body_bytes: int = 8 * 1024 * 1024
+    max_messages: Annotated[int, msgspec.Meta(ge=1)] = 10_000
     max_connections: Annotated[int, msgspec.Meta(ge=1)] = 10_000
     write_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     attempts: int = 3

@@ -11,7 +11,8 @@ import msgspec
 from cluster.bus_status import BusStatus
 from cluster.protocol import HEADER_EXPLAIN, HEADER_REQUEST_ID, RequestError, WorkerState
 from router.dispatch import Dispatcher
-from router.edge import Route, json_response
+from router.edge import Route, admin_body, json_response
+from router.encoding import EncoderInfo
 from router.fleet import Fleet
 from router.http_messages import Request, Response
 from router.policies import PolicyError, available, parse_policy
@@ -107,6 +108,7 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
 
     refused       worker -> the reason why it is not used
     disagreeing   worker -> how what it publishes differs from what it says that it caches
+    encoders      which library encodes, for each tokenizer that requests have needed so far
     """
 
     pool: str
@@ -116,6 +118,7 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     bus: BusView
     refused: dict[str, str]
     disagreeing: dict[str, str]
+    encoders: list[EncoderInfo]
     workers: list[WorkerView]
 
 
@@ -129,12 +132,14 @@ class Admin:
         dispatcher: Dispatcher,
         session: aiohttp.ClientSession,
         bus: Callable[[], BusStatus],
+        encoders: Callable[[], list[EncoderInfo]],
     ) -> None:
         self._pool = pool
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._session = session
         self._bus = bus
+        self._encoders = encoders
         self._changed = asyncio.Event()
         fleet.listener = self._changed.set
 
@@ -155,13 +160,9 @@ class Admin:
         )
 
     async def set_policy(self, request: Request) -> Response:
+        change = admin_body(request.body, PolicyChange, '{"policy": "NAME"}', "policy")
         try:
-            change = msgspec.json.decode(request.body, type=PolicyChange)
             self._dispatcher.policy = parse_policy(change.policy)
-        except msgspec.MsgspecError as error:
-            raise RequestError(
-                f'the body must be of the form {{"policy": "NAME"}}: {error}', param="policy"
-            ) from error
         except PolicyError as error:
             raise RequestError(str(error), param="policy", code="unknown_policy") from error
         return await self.get_policy(request)
@@ -234,6 +235,7 @@ class Admin:
             ),
             refused={**status.refused, **fleet.refused()},
             disagreeing=disagreeing(fleet, status),
+            encoders=self._encoders(),
             workers=self._workers(status),
         )
 

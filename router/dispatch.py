@@ -85,7 +85,7 @@ class Dispatcher:
             self.recent.keep(
                 fleet, group, request_id, prompt, policy.name, candidates, decision, excluded
             )
-        slot = candidates.slots.item(decision.chosen)
+        slot = candidates.columns.slots.item(decision.chosen)
         hit_tokens = candidates.hit_tokens.item(decision.chosen)
         booking = fleet.book(slot, request_id, chain, tokens, hit_tokens)
         card = booking.member.card

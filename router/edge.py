@@ -8,17 +8,19 @@ import hmac
 import ipaddress
 import logging
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
 from cluster.protocol import SERVICE_UNAVAILABLE, RequestError
 from cluster.settings import GatewaySettings
+from router.counts import RequestCounts
 from router.http_messages import ClientGone, Handler, Request, Response
-from router.metrics import RequestCounts
 
 log = logging.getLogger(__name__)
+
+_Body = TypeVar("_Body", bound=msgspec.Struct)
 
 CLIENT_GONE_STATUS = 499
 RETRY_AFTER_S = 1
@@ -47,6 +49,18 @@ def error_response(error: RequestError, headers: Mapping[str, str] | None = None
     """The OpenAI error object; 429 and 503 say when to come back, 401 asks for a bearer token."""
     more = _MORE_HEADERS.get(error.status, {})
     return Response(error.body(), error.status, {**_JSON, **more, **(headers or {})})
+
+
+def admin_body(body: bytes, kind: type[_Body], form: str, param: str) -> _Body:
+    """The body of an admin call as `kind`, which looks like `form`. Raises RequestError (400)."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except RecursionError as error:
+        raise RequestError(
+            f"the body nests objects and arrays too deeply: send {form}", param=param
+        ) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body must be of the form {form}: {error}", param=param) from error
 
 
 class Edge:

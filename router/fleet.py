@@ -217,20 +217,23 @@ class Fleet:
         # not a slice of the chain: that would touch every one of its hashes
         reusable = min(len(chain), (prompt_tokens - 1) // block_size)
         hit_tokens, most = self._device_hits(chain, mask, reusable, block_size)
-        most_tokens: int | None = most * block_size
         if self.cold:
             depths = hit_tokens // block_size
             hit_tokens += self.cold.credited_tokens(depths, chain, mask, reusable, block_size)
-            most_tokens = None
         if columns is None:
-            columns = self._table.columns(slots)
+            columns = self._table.columns(slots, None)
         hits = hit_tokens[slots if run is None else run]
         traffic = self._traffic[group.reference.model]
-        return columns.candidates(
-            *(slots, hits, prompt_tokens, block_size, chain, most_tokens),
-            traffic.stay_s(self._clock()),
-            traffic.in_flight,
-            self.coming.sharing(chain, most),
+        return Candidates(
+            prompt_tokens=prompt_tokens,
+            block_size=block_size,
+            chain=chain,
+            hit_tokens=hits,
+            best_hit_tokens=int(hits.max()) if self.cold else most * block_size,
+            columns=columns,
+            stay_s=traffic.stay_s(self._clock()),
+            in_flight=traffic.in_flight,
+            sharing=self.coming.sharing(chain, most),
         )
 
     def device_depths(self, chain: Sequence[bytes], mask: int, limit: int) -> NDArray[np.int64]:

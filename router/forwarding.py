@@ -118,7 +118,7 @@ class Forwarder:
                 return await self._attempt(client, generate, body, prompt, placement, arrived)
             except _TryElsewhere as attempt:
                 failure = attempt.error
-                self._metrics.retries.labels(attempt.reason).inc()
+                self._metrics.attempts.note(attempt.reason)
                 log.info(
                     "request %s: worker %s: %s", generate.request_id, placement.worker, failure
                 )
@@ -210,7 +210,7 @@ class Forwarder:
             try:
                 chunk = await upstream.some()
             except WorkerLost as error:
-                self._metrics.broken_streams.inc()
+                self._metrics.attempts.broken_streams += 1
                 lost = _dropped(worker, error).error
                 stream.end(b"data: " + lost.body() + EVENT_END)
                 return
@@ -229,7 +229,7 @@ class Forwarder:
             prompt=prompt.tokens,
             predicted=placement.predicted_hit_tokens,
             hit=int(told) if told.isdecimal() else 0,
-            best_hit=int(placement.candidates.hit_tokens.max()),
+            best_hit=placement.candidates.best_hit_tokens,
         )
 
 

@@ -61,5 +61,5 @@ def group_of(members: Sequence[Member], former: WorkerCard | None, table: LoadTa
         slots,
         sum(1 << slot for slot in usable),
         run,
-        None if run is None else table.columns(run),
+        None if run is None else table.columns(slots, run),
     )

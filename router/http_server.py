@@ -15,9 +15,9 @@ from collections.abc import Callable
 from itertools import islice
 
 from cluster.protocol import RequestError
+from router.counts import ConnectionCounts
 from router.http_connection import ClientConnection
 from router.http_messages import Handler, Request, Response
-from router.metrics import ConnectionCounts
 
 log = logging.getLogger(__name__)
 

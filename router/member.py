@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from cluster.blocks import Namespace
 from cluster.protocol import Load, WorkerCard, WorkerState, prefill_pairs
-from router.columns import Columns
 from router.coming import Claim
+from router.policies import Columns
 from router.traffic import Traffic
 
 

@@ -74,10 +74,12 @@ class RecentDecisions:
         `group` are the workers of the model, of which `candidates` may leave some out; `tried`
         those that the request was sent to before.
         """
-        out = _others(group.slots.tolist(), candidates.slots.tolist())
+        out = _others(group.slots.tolist(), candidates.columns.slots.tolist())
         shown, chosen = _shown(candidates, decision)
-        beyond = len(candidates.slots) - len(shown.slots) + max(0, len(out) - MOST_WORKERS)
-        slots = [*shown.slots.tolist(), *out[:MOST_WORKERS]]
+        beyond = (
+            len(candidates.hit_tokens) - len(shown.hit_tokens) + max(0, len(out) - MOST_WORKERS)
+        )
+        slots = [*shown.columns.slots.tolist(), *out[:MOST_WORKERS]]
         assert group.reference is not None, "it has candidates"
         explanation = explanation_of(
             fleet,
@@ -104,7 +106,7 @@ def _others(everybody: list[int], some: list[int]) -> list[int]:
 
 def _shown(candidates: Candidates, decision: Decision) -> tuple[Candidates, Decision]:
     """The candidates that are worth a row, and the decision among them."""
-    count = len(candidates.slots)
+    count = len(candidates.hit_tokens)
     if count <= MOST_WORKERS:
         return candidates, decision
     kept = np.zeros(count, dtype=np.bool_)

@@ -169,7 +169,7 @@ class Arm:
     def observe(self, fleet: Fleet, request_id: str, candidates: Candidates, sent_to: int) -> None:
         """A request was sent to slot `sent_to` of `candidates`: do with it what this arm would."""
         self.ended(request_id)  # an unfinished one with the same id: the later counts
-        slots: list[int] = candidates.slots.tolist()
+        slots: list[int] = candidates.columns.slots.tolist()
         ghosts = [self._ghost(fleet, slot) for slot in slots]
         mine = self._as_seen(candidates, slots, ghosts)
         slot = sent_to if self._policy is None else self._choice(self._policy, mine)
@@ -188,7 +188,7 @@ class Arm:
         own_blocks = -(-prompt // candidates.block_size) - len(chain)
         ghost.place(request_id, _Placed(chain, own_blocks, computed, prefill_pairs(hit, prompt)))
         self._at[request_id] = ghost
-        capacity = candidates.capacity_blocks.item(choice)
+        capacity = candidates.columns.capacity_blocks.item(choice)
         self._cache(slot, ghost, chain, min(capacity, MAX_BLOCKS // len(slots)))
 
     def began(self, request_id: str) -> None:
@@ -243,7 +243,7 @@ class Arm:
         able = only_with_room(mine, holds_back=False)
         if able is None:
             able = mine
-        return able.slots.item(policy.choose(able, self._rng).chosen)
+        return able.columns.slots.item(policy.choose(able, self._rng).chosen)
 
     def _as_seen(
         self, candidates: Candidates, slots: Sequence[int], ghosts: Sequence[_Ghost]
@@ -266,16 +266,21 @@ class Arm:
             ],
             dtype=np.int64,
         ).T
+        columns = candidates.columns
+        hit_tokens = depths[columns.slots] * block_size
+        free_blocks = np.maximum(columns.capacity_blocks - taken, 0)
         return candidates._replace(
-            hit_tokens=depths[candidates.slots] * block_size,
-            pending_tokens=pending,
-            running=batch - computing,
-            waiting=computing,
-            batch=batch,
-            free_blocks=np.maximum(candidates.capacity_blocks - taken, 0),
-            room_blocks=None,
-            most_hit_tokens=None,
-            pending_pairs=pairs,
+            hit_tokens=hit_tokens,
+            best_hit_tokens=int(hit_tokens.max()),
+            columns=columns._replace(
+                pending_tokens=pending,
+                running=batch - computing,
+                waiting=computing,
+                batch=batch,
+                free_blocks=free_blocks,
+                room_blocks=free_blocks,
+                pending_pairs=pairs,
+            ),
         )
 
     def _cache(self, slot: int, ghost: _Ghost, chain: Sequence[bytes], room: int) -> None:

@@ -139,4 +139,6 @@ class Answer:
         }
         if usage_of is not None:
             body["usage"] = usage_of.usage
+        elif self._request.include_usage:
+            body["usage"] = None  # as OpenAI's: every chunk has the field, the last one a value
         return b"data: " + _encode(body) + b"\n\n"

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Protocol
 
 from cluster.protocol import Sampling
 from worker.block_pool import InvariantError
-from worker.prefill_speed import StepWork
-
-if TYPE_CHECKING:
-    from worker.decodes import Decodes
-    from worker.sequence import Sequence
 
 
 @dataclass(slots=True)
@@ -48,44 +43,6 @@ class Runner(Protocol):
         Items of one batch write disjoint slots and read none that another item writes.
         """
         ...
-
-
-class Plan(NamedTuple):
-    """One step: one token of each that decodes, and of each other sequence so many."""
-
-    decodes: Decodes
-    prefills: dict[Sequence, int]
-
-    def sequences(self) -> list[Sequence]:
-        """Who gets something, in the order of the batch."""
-        return [*self.decodes.sequences, *self.prefills]
-
-
-def batch_of(plan: Plan) -> tuple[list[BatchItem], StepWork]:
-    """The runner's batch, and how much work it is."""
-    batch = plan.decodes.items.copy()
-    decodes = len(batch)
-    prefill_tokens = prefill_squares = 0
-    samples = decodes > 0
-    for sequence, count in plan.prefills.items():
-        start = sequence.computed_tokens
-        end = start + count
-        sample = end == len(sequence.tokens)
-        batch.append(
-            BatchItem(
-                sequence.request_id,
-                sequence.tokens[start:end].tolist(),
-                start,
-                sequence.block_table,
-                sample,
-                sequence.sampling,
-                sequence.output_tokens,
-            )
-        )
-        prefill_tokens += count
-        prefill_squares += end * end - start * start
-        samples = samples or sample
-    return batch, StepWork(prefill_tokens, prefill_squares // 2, decodes, samples)
 
 
 def check_sampled(batch: list[BatchItem], sampled: list[int | None], decodes: int) -> None:

@@ -13,30 +13,19 @@ from typing import cast
 
 from cluster.blocks import hash_block as sha256_block
 from cluster.protocol import Load, RequestError
-from worker.batch import Plan, Runner, batch_of, check_sampled
+from worker.batch import Runner, check_sampled
 from worker.block_pool import BlockPool, InvariantError
 from worker.engine_config import EngineConfig
-from worker.engine_stats import EngineStats, EvictionAges, TierStats
-from worker.eviction import EvictionPolicy, Lru
-from worker.outputs import Changes, Output
+from worker.eviction.base import EvictionPolicy
+from worker.eviction.lru import Lru
+from worker.messages import Changes, EngineRequest, EngineStats, EvictionAges, Output, TierStats
+from worker.plan import Plan, batch_of
 from worker.prefill_speed import StepWork
 from worker.prefix_cache import AGE_BOUNDS_S, PrefixCache, Why
 from worker.scheduler import Scheduler
-from worker.sequence import EngineRequest, Sequence
+from worker.sequence import Sequence
 from worker.tiers.cold_tiers import ColdTiers
 from worker.tiers.saving import save_cache
-
-__all__ = [
-    "Changes",
-    "EngineConfig",
-    "EngineCore",
-    "EngineRequest",
-    "EngineStats",
-    "EvictionAges",
-    "InvariantError",
-    "Output",
-]
-
 
 ROOT_BYTES = 32
 """Size of a namespace root. Longer than a hash, so no content of depth 0 equals a deeper one."""

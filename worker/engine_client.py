@@ -22,13 +22,14 @@ import zmq.asyncio
 from cluster.blocks import split_hashes
 from cluster.protocol import Load, RequestError
 from cluster.settings import WorkerSettings
-from worker.engine import Changes, EngineRequest, Output
 from worker.messages import (
     Add,
     Blocks,
     Cancel,
+    Changes,
     Died,
     EngineInfo,
+    EngineRequest,
     Flush,
     Flushed,
     FromEngine,
@@ -36,6 +37,7 @@ from worker.messages import (
     GetStats,
     LoadWeights,
     NotDone,
+    Output,
     Pin,
     Pinned,
     Ready,

@@ -23,11 +23,12 @@ from cluster.blocks import join_hashes
 from cluster.protocol import Load, RequestError
 from cluster.settings import WorkerSettings
 from worker.build import build_engine
-from worker.engine import Changes, EngineCore
+from worker.engine import EngineCore
 from worker.messages import (
     Add,
     Blocks,
     Cancel,
+    Changes,
     Died,
     EngineInfo,
     Flush,

@@ -16,7 +16,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from worker.block_pool import BlockPool, InvariantError
-from worker.eviction import BlockUse, EvictionPolicy
+from worker.eviction.base import BlockUse, EvictionPolicy
 from worker.tiers.cold_tiers import ColdTiers, Leaving
 
 

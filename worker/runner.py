@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from worker.attention import AttentionBackend, attention_backend
+from worker.attention.base import AttentionBackend
+from worker.attention.registry import attention_backend
 from worker.batch import BatchItem
 from worker.decode_graphs import Capture, Decoded, DecodeGraphs
 from worker.kv_memory import new_pools

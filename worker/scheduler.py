@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from worker.batch import Plan
 from worker.block_pool import BlockPool, InvariantError
 from worker.decodes import Decodes
 from worker.engine_config import EngineConfig
 from worker.in_flight import InFlight
 from worker.pending import PendingPrefill
 from worker.pins import Pins
+from worker.plan import Plan
 from worker.prefix_cache import PrefixCache
 from worker.sequence import Sequence, Status
 from worker.tiers.cold_tiers import ColdTiers

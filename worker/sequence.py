@@ -6,36 +6,11 @@ import enum
 import sys
 from array import array
 
-import msgspec
-
 from cluster.blocks import split_hashes
-from cluster.protocol import Sampling
-from worker.eviction import BlockUse
+from worker.eviction.base import BlockUse
+from worker.messages import EngineRequest
 
 BIG_ENDIAN = sys.byteorder == "big"
-
-
-class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server hands to the engine; travels between their processes as msgpack.
-
-    token_ids       the prompt, `pack_tokens`
-    namespace_root  32 bytes, `Namespace.for_request(adapter, salt).root(secret)`
-    sampling        `seed` is drawn by the server where the client gave none; stop strings are
-                    the server's concern (it cancels), the engine knows end tokens and limits only
-    block_hashes    joined hashes of the prompt's full blocks; b"" lets the engine compute them
-    arrival         when the request arrived, seconds on the caller's clock
-    request_type    kind of work, for eviction by class; "" where nobody said
-    turn            1, 2, … in a conversation, for the same; 0 where nobody said
-    """
-
-    request_id: str
-    token_ids: bytes
-    namespace_root: bytes
-    sampling: Sampling
-    block_hashes: bytes = b""
-    arrival: float = 0.0
-    request_type: str = ""
-    turn: int = 0
 
 
 class Status(enum.Enum):

@@ -15,9 +15,8 @@ from cluster.blocks import Namespace
 from cluster.bus import Publisher
 from cluster.protocol import Load, RequestError, WorkerCard
 from cluster.settings import Settings
-from worker.engine import Changes
 from worker.engine_client import EngineClient, NotPossible
-from worker.messages import EngineInfo
+from worker.messages import Changes, EngineInfo
 from worker.warmup import WarmupError, warm_up
 
 log = logging.getLogger(__name__)

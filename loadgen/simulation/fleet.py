@@ -27,7 +27,8 @@ from router.policies import Policy
 from router.recent_decisions import RecentDecisions
 from router.tokenization import Prompt
 from worker.emulated_profiles import Profile
-from worker.engine import EngineConfig, EngineRequest, EngineStats, Output
+from worker.engine_config import EngineConfig
+from worker.messages import EngineRequest, EngineStats, Output
 
 MODEL = "simulated"
 EPOCH = 1

@@ -7,7 +7,7 @@ import msgspec
 from cluster.protocol import Load, Report, WorkerCard
 from loadgen.simulation.events import Clock
 from router.fleet import Fleet
-from worker.engine import Changes
+from worker.messages import Changes
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,7 +21,7 @@ from cluster.settings import Settings, WorkerSettings
 from ops.keeper import start_valkey
 from tests.benchmarks.decoding import ROOT
 from worker.build import build_engine
-from worker.engine import EngineRequest
+from worker.messages import EngineRequest
 from worker.server import WorkerServer
 
 NAME = "streaming_engine_rate"

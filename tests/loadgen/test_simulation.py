@@ -235,8 +235,8 @@ def test_equal_ids_give_equal_tokens_and_others_others():
 def test_workers_have_told_their_speed_before_the_first_request(load_s):
     fleet = fleet_of(workers=3, load_s=load_s, token_budget=10)
     seen = fleet.router.candidates(MODEL, [], 100)
-    assert seen.s_per_token.tolist() == near([0.1 + 1.0 / 10] * 3)
-    assert seen.s_per_pair.tolist() == near([0.01] * 3)
+    assert seen.columns.s_per_token.tolist() == near([0.1 + 1.0 / 10] * 3)
+    assert seen.columns.s_per_pair.tolist() == near([0.01] * 3)
 
 
 @pytest.mark.parametrize("gap_s", [0.01, 30.0])

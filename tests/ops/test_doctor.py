@@ -37,6 +37,7 @@ LINKS = [
     "ready",
     "index",
     "probe",
+    "encoder",
 ]
 
 
@@ -102,6 +103,7 @@ async def test_a_whole_chain_is_ok_and_what_is_cut_is_found(redis_url, pool, tmp
         links = by_name(await look(settings, gw.url))
         assert {link.state for link in links.values()} == {"ok"}, links
         assert "tokens reused by w0 at the second time" in links["probe"].found
+        assert "tiny: prompts are encoded by fastokens" in links["encoder"].found
         assert healthy(links.values())
 
         # the index forgot blocks, and nobody else knows

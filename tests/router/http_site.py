@@ -5,9 +5,9 @@ import socket
 from collections.abc import Callable
 
 from cluster.settings import GatewaySettings
+from router.counts import ConnectionCounts, RequestCounts
 from router.edge import Edge, Route, body_too_large, json_response, malformed, too_many_connections
 from router.http_server import HttpServer
-from router.metrics import ConnectionCounts, RequestCounts
 
 MAX_BODY_BYTES = 1000
 WRITE_TIMEOUT_S = 60.0

@@ -315,5 +315,7 @@ class Rig:
 
 
 def count(rig: Rig, metric: str, **labels) -> float:
-    """A counter of the rig's gateway; 0 where nothing was counted."""
-    return rig.gateway.metrics.registry.get_sample_value(f"stemroute_{metric}_total", labels) or 0
+    """A counter of the rig's gateway; 0 if nothing was counted. AssertionError for no such one."""
+    name = f"stemroute_gateway_{metric}_total"
+    [family] = [f for f in rig.gateway.metrics.collect() if f"{f.name}_total" == name]
+    return sum(sample.value for sample in family.samples if sample.labels == labels)

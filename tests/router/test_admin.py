@@ -32,6 +32,7 @@ async def test_the_policy_can_be_seen_and_changed():
         ({"policy": "locality:tie=x"}, "unknown_policy", "tie"),
         ({"policy": 5}, None, "must be of the form"),
         (b"round_robin", None, "must be of the form"),
+        (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", None, "nests"),
     ],
 )
 async def test_a_policy_that_cannot_be_had_changes_nothing(body, code, words):

@@ -317,8 +317,8 @@ def test_candidates_can_be_narrowed():
         hit=[0, 16, 32], running=[1, 2, 3], s_per_token=[1, 2, 3], chain=CHAINS[0], free=[7, 8, 9]
     )
     kept = given.only(np.array([True, False, True]))
-    assert kept.slots.tolist() == [0, 2]
+    assert kept.columns.slots.tolist() == [0, 2]
     assert kept.hit_tokens.tolist() == [0, 32]
-    assert kept.free_blocks.tolist() == [7, 9]
-    assert kept.s_per_token.tolist() == [1, 3]
-    assert (kept.chain, kept.room_blocks, kept.prompt_tokens) == (CHAINS[0], None, 1000)
+    assert kept.columns.free_blocks.tolist() == [7, 9]
+    assert kept.columns.s_per_token.tolist() == [1, 3]
+    assert (kept.chain, kept.best_hit_tokens, kept.prompt_tokens) == (CHAINS[0], 32, 1000)

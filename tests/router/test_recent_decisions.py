@@ -137,7 +137,7 @@ def test_of_many_workers_the_chosen_the_best_holder_and_the_cheapest_are_shown(
     assert rows["w090"]["hit_tokens"] == 12
     costs = dict(
         zip(
-            placement.candidates.worker_keys.tolist(),
+            placement.candidates.columns.worker_keys.tolist(),
             placement.decision.costs.tolist(),
             strict=True,
         )

@@ -13,8 +13,10 @@ from dataclasses import replace
 from cluster.blocks import pack_tokens
 from cluster.protocol import Sampling
 from worker.batch import BatchItem
-from worker.engine import EngineConfig, EngineCore, EngineRequest, Output
-from worker.eviction_choice import parse_eviction
+from worker.engine import EngineCore
+from worker.engine_config import EngineConfig
+from worker.eviction.registry import parse_eviction
+from worker.messages import EngineRequest, Output
 from worker.tiers.cold_tiers import ColdTiers
 
 ROOT = b"r" * 32

@@ -21,8 +21,10 @@ from tests.tiny_model import byte_tokenizer
 from tests.worker.plain_llama import all_logits, first_difference
 from tests.worker.tiny_models import random_tensors, tiny_config
 from worker.answers import Transcript
-from worker.engine import EngineConfig, EngineCore, EngineRequest
-from worker.eviction_choice import parse_eviction
+from worker.engine import EngineCore
+from worker.engine_config import EngineConfig
+from worker.eviction.registry import parse_eviction
+from worker.messages import EngineRequest
 from worker.models import LlamaModel
 from worker.runner import TorchRunner
 from worker.sequence import Status

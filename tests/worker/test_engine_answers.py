@@ -5,7 +5,7 @@ import pytest
 from cluster.protocol import RequestError
 from tests.worker.recording_runner import VOCABULARY, Rig
 from tests.worker.scheduling import prompt_of
-from worker.engine import InvariantError
+from worker.block_pool import InvariantError
 
 
 def test_finish_reasons():

@@ -92,6 +92,7 @@ async def test_streamed_and_whole_answers_say_the_same(start_worker: StartWorker
     text = "".join(c["choices"][0]["text"] for c in chunks if c["choices"])
     assert text == whole["choices"][0]["text"]
     assert chunks[-1]["choices"] == []
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
     assert [c["choices"][0]["finish_reason"] for c in chunks if c["choices"]][-1] == "length"
 

@@ -120,6 +120,22 @@ def test_a_chat_template_in_the_tokenizer_config(directory, tmp_path, value, exp
     assert load(directory, tmp_path).chat_template == expected
 
 
+def test_the_template_for_tools_is_found_by_its_name_and_is_part_of_the_digest(directory, tmp_path):
+    plain = load(directory, tmp_path)
+    (directory / "chat_template.jinja").unlink()
+    named = [
+        {"name": "default", "template": plain.chat_template},
+        {"name": "tool_use", "template": "t"},
+    ]
+    write(directory / "tokenizer_config.json", {"chat_template": named})
+    both = load(directory, tmp_path)
+    assert (both.chat_template, both.tool_chat_template) == (plain.chat_template, "t")
+    assert both.tokenizer_digest != plain.tokenizer_digest
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("file")
+    assert load(directory, tmp_path).tool_chat_template == "file"
+
+
 def test_a_bos_token_is_added_where_the_tokenizer_does(directory, tmp_path):
     write(directory / "tokenizer_config.json", {"bos_token": {"content": "<|im_start|>"}})
     assert not load(directory, tmp_path).add_bos
@@ -234,9 +250,26 @@ def test_dtypes_and_devices_of_settings():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert resolve_dtype("float32", cpu) == torch.float32
     assert resolve_dtype("auto", cuda) == torch.bfloat16
-    native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert resolve_dtype("auto", cpu) == (torch.bfloat16 if native else torch.float32)
     with pytest.raises(ValueError, match=r"no dtype 'int8'; there are auto, bfloat16"):
         resolve_dtype("int8", cpu)
     assert resolve_device("cpu") == cpu
     assert resolve_device("auto").type in ("cpu", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("onednn", "avx512", "avx512_bf16", "dtype"),
+    [
+        (False, False, False, torch.float32),  # AVX2
+        (True, True, False, torch.float32),  # AVX-512 without bfloat16: oneDNN would convert
+        (True, True, True, torch.bfloat16),
+        (True, False, False, torch.bfloat16),  # Arm, or AVX2 with VNNI-2
+        (False, True, True, torch.float32),  # oneDNN held to AVX2
+    ],
+)
+def test_auto_is_bfloat16_where_the_cpu_has_instructions_for_it(
+    monkeypatch, onednn, avx512, avx512_bf16, dtype
+):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    assert resolve_dtype("auto", torch.device("cpu")) == dtype

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -18,8 +16,10 @@ from tokenizers import Tokenizer
 from cluster.blocks import pack_tokens
 from cluster.protocol import HEADER_HIT_TOKENS, CacheView, GenerateRequest, Sampling, pool_token
 from cluster.settings import Settings, WorkerSettings
+from tests.exposed_metrics import check_defined, definitions_of
 from tests.tiny_model import byte_tokenizer, write_tiny_llama
 from tests.worker.plain_llama import all_logits
+from worker.metrics import LABELS, SECTIONS
 from worker.server import WorkerServer
 from worker.warmup import WarmupError, read_prompts
 from worker.weights import load_model
@@ -137,15 +137,6 @@ def answer_of(model: str, prompt: str, max_tokens: int = 8) -> str:
     return TOKENIZER.decode(tokens[start:])
 
 
-def documented(table: int) -> list[str]:
-    """Names in the first column of a table of metrics in docs/cache.md."""
-    text = (Path(__file__).parents[2] / "docs" / "cache.md").read_text(encoding="utf-8")
-    rows = text.split("| metric (`stemroute_worker_…`) | |")[table].split("\n\n")[0].splitlines()
-    names = [name for row in rows[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
-    assert len(names) > 10
-    return names
-
-
 async def test_warm_up_and_what_the_cache_tells(redis_url, pool, models, tmp_path):
     (tmp_path / "prompts.txt").write_text(f"{WARM}\n---\n{STEM}\n---\n")
     async with a_worker(
@@ -180,9 +171,9 @@ async def test_warm_up_and_what_the_cache_tells(redis_url, pool, models, tmp_pat
         assert f"stemroute_worker_pinned_blocks{labels} {view.pinned_blocks}.0" in metrics
         evicted = view.evictions_for_space + view.evictions_over_share
         assert f"stemroute_worker_eviction_age_seconds_count{labels} {evicted}.0" in metrics
-        assert f"stemroute_worker_kv_bytes_a_token{labels} 256.0" in metrics
-        missing = [name for name in documented(1) if f"\nstemroute_worker_{name}" not in metrics]
-        assert not missing
+        assert f"stemroute_worker_kv_bytes_per_token{labels} 256.0" in metrics
+        untiered = [section for section in SECTIONS if not section.title.startswith("Cold tiers")]
+        check_defined(metrics, definitions_of(untiered), LABELS)
 
 
 async def test_new_weights_without_a_restart(redis_url, pool, models):

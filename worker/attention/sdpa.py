@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from worker.attention import AttentionBackend, AttentionMetadata, write_kv
+from worker.attention.base import AttentionBackend, AttentionMetadata, write_kv
 
 PADDING_SHARE = 0.25
 PADDING_BLOCKS = 64

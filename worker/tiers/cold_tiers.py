@@ -21,7 +21,7 @@ from concurrent.futures import Executor, Future
 from typing import NamedTuple
 
 from cluster.protocol import ColdReport, prefill_pairs
-from worker.engine_stats import TierStats
+from worker.messages import TierStats
 from worker.tiers.block_file import Header
 from worker.tiers.chain_set import ChainSet, Entry
 from worker.tiers.cold_load import ColdLoad, KvCopies, Loaded, run_load
