@@ -141,7 +141,7 @@ class Admin:
         self._bus = bus
         self._encoders = encoders
         self._changed = asyncio.Event()
-        fleet.listener = self._changed.set
+        fleet.changed.subscribe(self._changed.set)
 
     def routes(self) -> list[Route]:
         """What to serve."""

@@ -25,6 +25,7 @@ from router.groups import Groups
 from router.member import Booking, Member, ModelGroup, booked_of, idle_load, row_of
 from router.policies import Candidates
 from router.prefix_index import MAX_PAIRS, PrefixIndex
+from router.signals import Signal
 from router.suspects import Suspects
 from router.traffic import Traffic
 
@@ -44,8 +45,8 @@ class Fleet:
     """All workers of a pool. A `cluster.following.FleetSink`; not safe for several threads.
 
     clock      seconds, monotonic
-    listener   called after a worker appeared, began an epoch, changed its state or went
-    on_room    called after a worker may have got room: a report, a request's end, a new worker
+    changed    sent after a worker appeared, began an epoch, changed its state or went
+    room       sent after a worker may have got room: a report, a request's end, a new worker
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class Fleet:
         self.cold = ColdIndex(max_pairs)
         self.coming = ComingBlocks(claim_life_s)
         self.requests_total = 0
-        self.listener: Callable[[], None] = lambda: None
-        self.on_room: Callable[[], None] = lambda: None
+        self.changed = Signal()
+        self.room = Signal()
         self.last_report_at: float | None = None
         self._clock = clock
         self._members: dict[str, Member] = {}
@@ -94,8 +95,8 @@ class Fleet:
         if before not in ("", card.model):
             self._regroup(before)
         self._regroup(card.model)
-        self.listener()
-        self.on_room()
+        self.changed.send()
+        self.room.send()
 
     def on_snapshot(self, worker: str, epoch: int, hashes: list[bytes]) -> None:
         """Replace all blocks of a worker's epoch."""
@@ -135,8 +136,8 @@ class Fleet:
             self._suspects.trust(member)
             self._set_state(member, report.state)
             self._regroup(member.card.model)
-            self.listener()
-        self.on_room()
+            self.changed.send()
+        self.room.send()
         known = self.index.count(member.slot) + self.index.dropped(member.slot)
         agrees = known == report.load.cached_blocks
         if isinstance(report.cold, ColdReport):
@@ -158,7 +159,7 @@ class Fleet:
         member.slot = -1
         member.unnamed.clear()
         self._regroup(member.card.model)
-        self.listener()
+        self.changed.send()
 
     # What the gateway asks and does
 
@@ -293,7 +294,7 @@ class Fleet:
             del member.unnamed[booking.request_id]
             if member.slot >= 0:
                 self._table.put(member.slot, booked_of(member))
-        self.on_room()
+        self.room.send()
 
     def suspect(self, worker: str) -> None:
         """A worker refused a connection: leave it out until its next report."""

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import secrets
 import sys
 import time
 from collections.abc import Callable
@@ -17,17 +16,10 @@ import msgspec
 
 from cluster.bus_status import BusStatus
 from cluster.metric_definition import CONTENT_TYPE
-from cluster.protocol import (
-    HEADER_EXPLAIN,
-    GenerateRequest,
-    ModelInfo,
-    RequestError,
-    WorkerCard,
-    pool_token,
-)
+from cluster.protocol import ModelInfo, WorkerCard, pool_token
 from cluster.settings import Settings
 from router.admin import Admin
-from router.admission import Admission, Outdated
+from router.admission import Admission, no_worker
 from router.background import SWITCH_INTERVAL_S, Background
 from router.dispatch import Dispatcher
 from router.edge import (
@@ -36,16 +28,13 @@ from router.edge import (
     body_too_large,
     json_response,
     malformed,
-    no_ready_worker,
     too_many_connections,
 )
-from router.encoding import TooManyTokens
 from router.fleet import Fleet
 from router.forwarding import Forwarder
 from router.http_messages import Request, Response
 from router.http_server import HttpServer
 from router.liveness import HealthProbe
-from router.member import ModelGroup
 from router.metrics import (
     ENCODER_INFO,
     OPEN_CONNECTIONS,
@@ -56,8 +45,9 @@ from router.metrics import (
 from router.openai_api import ApiRequest, parse_chat, parse_completion, parse_either
 from router.policies import parse_policy
 from router.readiness import ReadyView, readiness
+from router.serving import Serving
 from router.shadow import Shadows, parse_shadows
-from router.tokenization import Prompt, Tokenization, context_too_short
+from router.tokenization import Tokenization
 from router.worker_admin import WorkerAdmin
 from router.worker_connections import WorkerConnections
 
@@ -124,12 +114,13 @@ class Gateway:
         shadows = Shadows(parse_shadows(settings.gateway.shadow))
         self.metrics = Metrics(self.fleet, self._bus_status, shadows)
         self.dispatcher = Dispatcher(
-            self.fleet, parse_policy(settings.gateway.policy), self.metrics, shadows=shadows
+            self.fleet,
+            parse_policy(settings.gateway.policy),
+            self.metrics,
+            shadows=shadows,
+            holds_back=settings.gateway.queue > 0,
         )
-        self.admission = Admission(
-            self.dispatcher, settings.gateway.queue, settings.gateway.queue_timeout_s
-        )
-        self.metrics.expose(QUEUED_REQUESTS, lambda: self.admission.waiting)
+        self.admission: Admission
         self._drain_s = drain_s
         self._started_at = int(time.time())
         self._following: asyncio.Task[None] | None = None
@@ -138,7 +129,7 @@ class Gateway:
         self._workers: WorkerConnections
         self._background: Background
         self._tokenization: Tokenization
-        self._forwarder: Forwarder
+        self._serving: Serving
         self._server: HttpServer
 
     async def start(self) -> None:
@@ -170,9 +161,21 @@ class Gateway:
         )
         encoders = self._tokenization.encoder_infos
         self.metrics.expose(ENCODER_INFO, lambda: encoder_samples(encoders()))
+        self.admission = Admission(
+            self.dispatcher,
+            asyncio.get_running_loop(),
+            settings.queue,
+            settings.queue_timeout_s,
+        )
+        self.metrics.expose(QUEUED_REQUESTS, lambda: self.admission.waiting)
         self._cleanup.callback(self.admission.close)
-        self._forwarder = Forwarder(
-            self._workers, settings, self.dispatcher, self.admission, self.metrics
+        self._serving = Serving(
+            settings,
+            self.dispatcher,
+            self.admission,
+            self._tokenization,
+            Forwarder(self._workers, settings.first_byte_timeout_s),
+            self.metrics,
         )
         self._following = asyncio.create_task(self._follower.run(), name="bus follower")
         self._cleanup.push_async_callback(self._stop_following, self._following)
@@ -250,107 +253,33 @@ class Gateway:
             return msgspec.json.decode(await answer.read(), type=ModelInfo)
 
     async def _chat(self, request: Request) -> Response | None:
-        return await self._generate(request, parse_chat)
+        arrived = time.perf_counter()
+        asked = await self._parsed(request, parse_chat)
+        return await self._serving.serve(request, asked, arrived)
 
     async def _completion(self, request: Request) -> Response | None:
-        return await self._generate(request, parse_completion)
-
-    async def _generate(
-        self, request: Request, parse: Callable[[bytes, int], ApiRequest]
-    ) -> Response | None:
         arrived = time.perf_counter()
-        asked, request_id = await self._parsed(request.body, parse), secrets.token_hex(16)
-        if request.headers.get(HEADER_EXPLAIN) == "1":
-            self.dispatcher.recent.want(request_id, asked.kind)
-        try:
-            while True:
-                prompt, context_tokens = await self._prompt(asked, request_id)
-                generate = self._to_worker(asked, request_id, prompt, context_tokens)
-                try:
-                    return await self._forwarder.forward(request, generate, prompt, arrived)
-                except Outdated:
-                    continue
-        finally:
-            self.admission.leave(request_id)
-            self.dispatcher.shadows.ended(request_id)
-            self.dispatcher.recent.ended(request_id)
-
-    async def _parsed(self, body: bytes, parse: Callable[[bytes, int], ApiRequest]) -> ApiRequest:
-        most = self.settings.gateway.max_messages
-        return await self._background.run(len(body), PARSED_AT_ONCE, lambda: parse(body, most))
-
-    def _to_worker(
-        self, asked: ApiRequest, request_id: str, prompt: Prompt, context_tokens: int
-    ) -> GenerateRequest:
-        """What a worker is sent. Raises RequestError (400) where the context is too short."""
-        room = context_tokens - prompt.tokens
-        if room < 1:
-            raise context_too_short(asked, TooManyTokens(prompt.tokens, exact=True), context_tokens)
-        wanted = asked.max_tokens or self.settings.gateway.default_max_tokens
-        return GenerateRequest(
-            request_id=request_id,
-            model=asked.model,
-            kind=asked.kind,
-            token_ids=prompt.token_ids,
-            sampling=msgspec.structs.replace(asked.sampling, max_tokens=min(wanted, room)),
-            stream=asked.stream,
-            include_usage=asked.include_usage,
-            continuous_usage=asked.continuous_usage,
-            cache_salt=asked.cache_salt,
-            request_type=asked.request_type,
-            turn=asked.turn,
-        )
+        asked = await self._parsed(request, parse_completion)
+        return await self._serving.serve(request, asked, arrived)
 
     async def _explain(self, request: Request) -> Response:
-        """Decide as for a chat or completion with this body, without sending it."""
-        asked = await self._parsed(request.body, parse_either)
-        prompt, _ = await self._prompt(asked)
-        return json_response(self.dispatcher.explain(asked.model, asked.kind, prompt))
+        asked = await self._parsed(request, parse_either)
+        return json_response(await self._serving.explain(asked))
 
-    async def _prompt(self, asked: ApiRequest, request_id: str = "") -> tuple[Prompt, int]:
-        """The prompt as the model's workers know it, and their context in tokens.
-
-        With a `request_id` it waits for a worker that is ready, where there is a queue.
-        """
-        while True:
-            if request_id:
-                await self.admission.ready(asked.model, request_id)
-            group = self._group(asked.model)
-            namespace = self.fleet.at(int(group.slots[0])).card.namespace
-            encoder = self._tokenization.known_encoder(namespace)
-            if encoder is None:
-                cards = [self.fleet.at(int(slot)).card for slot in group.slots]
-                encoder = await self._tokenization.encoder(cards)
-            prompt = await self._tokenization.prompt(
-                asked, encoder, namespace, group.context_tokens
-            )
-            now = self.fleet.group(asked.model)
-            reference = None if now is None else now.reference
-            if now is not None and reference is not None and reference.namespace == namespace:
-                return prompt, now.context_tokens
-
-    def _group(self, model: str) -> ModelGroup:
-        """The workers that may serve `model`: at least one. Raises RequestError (404, 503)."""
-        group = self.fleet.group(model)
-        known = self.fleet.known_models()
-        if group is None and known:
-            names = ", ".join(f"`{name}`" for name in known)
-            raise RequestError(
-                f"the model `{model}` does not exist here: there is {names}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
-        if group is None or not len(group.slots):
-            raise no_ready_worker(f"no worker of the model `{model}` is ready")
-        return group
+    async def _parsed(
+        self, request: Request, parse: Callable[[bytes, int], ApiRequest]
+    ) -> ApiRequest:
+        body, most = request.body, self.settings.gateway.max_messages
+        return await self._background.run(len(body), PARSED_AT_ONCE, lambda: parse(body, most))
 
     async def _models(self, request: Request) -> Response:
         return json_response(ModelList(data=[self._entry(name) for name in self.fleet.models()]))
 
     async def _model(self, request: Request) -> Response:
         name = request.argument
-        self._group(name)
+        group = self.fleet.group(name)
+        if group is None or not group.mask:
+            raise no_worker(self.fleet, name)
         return json_response(self._entry(name))
 
     def _entry(self, name: str) -> ModelEntry:

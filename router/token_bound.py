@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from router.boundaries import AddedToken
+
 
 class TokenBound(NamedTuple):
     """Bounds tokens from below.
@@ -48,17 +50,11 @@ class _Model(msgspec.Struct):
     byte_fallback: bool | None = None
 
 
-class _AddedToken(msgspec.Struct):
-    content: str
-    lstrip: bool = False
-    rstrip: bool = False
-
-
 class _TokenizerFile(msgspec.Struct):
     model: _Model
     normalizer: _Step | None = None
     pre_tokenizer: _Step | None = None
-    added_tokens: list[_AddedToken] | None = None
+    added_tokens: list[AddedToken] | None = None
 
 
 def token_bound(tokenizer_json: str, vocabulary: dict[str, int]) -> TokenBound | None:

@@ -3,9 +3,8 @@
 The gateway holds no model files: it fetches `ModelInfo` from any ready worker of the model, so
 what it hashes is what the workers cache.
 
-Every prompt is rendered and encoded whole. What was seen before costs little: the encoder keeps
-the tokens of a chat's messages (`router/encoding.py`), and hashes are kept for runs of tokens
-(`router/known_chains.py`).
+Every prompt is rendered whole. Where its text begins as an earlier one did, that much is neither
+encoded nor hashed again (`router/known_texts.py`).
 """
 
 from __future__ import annotations
@@ -15,17 +14,18 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from cluster.blocks import Namespace, pack_tokens
+from cluster.blocks import Namespace, hash_blocks, pack_tokens
 from cluster.protocol import SERVICE_UNAVAILABLE, ModelInfo, RequestError, WorkerCard
 from router.background import Background
+from router.boundaries import Boundaries
 from router.chat_template import ChatTemplate
 from router.encoding import EncoderInfo, TextEncoder, TooManyTokens
-from router.known_chains import KnownChains
+from router.known_texts import KnownTexts
 from router.openai_api import ApiRequest
 
-AT_ONCE_BYTES = 40_000
-"""Larger bodies are rendered, encoded and hashed in a thread. So many bytes take some 2 ms, and
-10 ms where every character is a token, that hold up all streams; a thread costs 0.1 ms."""
+AT_ONCE_BYTES = 65_536
+"""Larger bodies are rendered, encoded and hashed in a thread. So many take some 3 ms, and 20 ms
+where every character is a token, for which all streams wait; a thread costs 0.1 ms."""
 
 KEPT_ENCODERS = 8
 KEPT_ROOTS = 10_000
@@ -55,12 +55,22 @@ class Encoder:
     def __init__(self, info: ModelInfo) -> None:
         self.info = info
         self.text_encoder = TextEncoder(info.tokenizer_json)
-        self._bos = b""
+        self.boundaries = Boundaries(
+            info.tokenizer_json,
+            "".join(
+                [
+                    info.chat_template,
+                    info.tool_chat_template,
+                    *map(str, info.special_tokens.values()),
+                ]
+            ),
+        )
+        self.bos = b""
         if info.add_bos:
             bos = self.text_encoder.token_id(info.special_tokens.get("bos_token", ""))
             if bos is None:
                 raise ValueError("the model wants a bos token but its tokenizer has none")
-            self._bos = pack_tokens([bos])
+            self.bos = pack_tokens([bos])
         self._template = _template(info.chat_template, info)
         self._tool_template = _template(info.tool_chat_template, info) or self._template
 
@@ -87,32 +97,16 @@ class Encoder:
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
 
-    def encode(self, text: str, *, bos: bool, most: int | None = None) -> bytes:
+    def encode(self, text: str, *, bos: bool) -> bytes:
         """Packed tokens of a text; with `bos`, after the bos token where the model wants one.
 
-        Raises RequestError (400) for a text with an unpaired surrogate, and TooManyTokens where
-        `text` has more than `most` tokens.
+        Raises RequestError (400) for a text with an unpaired surrogate.
         """
-        packed = self.text_encoder.encode(text, most)
-        return self._bos + packed if bos else packed
+        packed = self.text_encoder.encode(text)
+        return self.bos + packed if bos else packed
 
-    def tokens(self, request: ApiRequest, most: int) -> bytes:
-        """Packed tokens of a request's prompt. Raises RequestError (400), and TooManyTokens where
-        it has more than `most`."""
-        ids = request.token_ids
-        if ids is not None:
-            if len(ids) > most:
-                raise TooManyTokens(len(ids), exact=True)
-            return pack_tokens(self._checked(ids))
-        if request.text is None:
-            packed = self.encode(self.render(request), bos=False, most=most)
-        else:
-            packed = self.encode(request.text, bos=True, most=most)
-        if not packed:
-            raise RequestError("the prompt has no tokens: send some text", param="prompt")
-        return packed
-
-    def _checked(self, ids: list[int]) -> list[int]:
+    def check_ids(self, ids: list[int]) -> None:
+        """Raises RequestError (400) for an id that the model does not have."""
         for token in (min(ids), max(ids)):
             if not 0 <= token < self.text_encoder.vocabulary:
                 raise RequestError(
@@ -120,7 +114,6 @@ class Encoder:
                     f"{self.text_encoder.vocabulary - 1}",
                     param="prompt",
                 )
-        return ids
 
 
 class Tokenization:
@@ -143,7 +136,7 @@ class Tokenization:
         self._encoders: OrderedDict[str, Encoder] = OrderedDict()
         self._fetching: dict[str, asyncio.Lock] = {}
         self._roots: dict[tuple[Namespace, str], bytes] = {}
-        self._chains = KnownChains()
+        self._texts = KnownTexts()
 
     def encoder_infos(self) -> list[EncoderInfo]:
         """Which library encodes for each tokenizer that was fetched."""
@@ -188,13 +181,42 @@ class Tokenization:
 
         def work() -> Prompt:
             try:
-                packed = encoder.tokens(request, context_tokens - 1)
+                packed, chain = self._compute(
+                    request, encoder, root, namespace.block_size, context_tokens - 1
+                )
             except TooManyTokens as error:
                 raise context_too_short(request, error, context_tokens) from error
-            chain = self._chains.hash_blocks(root, packed, namespace.block_size)
+            if not packed:
+                raise RequestError("the prompt has no tokens: send some text", param="prompt")
             return Prompt(packed, chain, namespace)
 
         return await self._background.run(request.body_bytes, AT_ONCE_BYTES, work)
+
+    def _compute(
+        self, request: ApiRequest, encoder: Encoder, root: bytes, block_size: int, most: int
+    ) -> tuple[bytes, list[bytes]]:
+        """Packed tokens and hashes. Raises TooManyTokens where there are more than `most`."""
+        ids = request.token_ids
+        if ids is not None:
+            encoder.check_ids(ids)
+            if len(ids) > most:
+                raise TooManyTokens(len(ids), exact=True)
+            packed = pack_tokens(ids)
+            return packed, hash_blocks(root, packed, block_size)
+        text = encoder.render(request) if request.text is None else request.text
+        text_encoder = encoder.text_encoder
+        text_encoder.check_size(text, most)
+        packed, chain = self._texts.tokens_and_hashes(
+            text,
+            encoder.boundaries,
+            lambda run: text_encoder.encode(run, most),
+            bos=b"" if request.text is None else encoder.bos,
+            root=root,
+            block_size=block_size,
+        )
+        if len(packed) > 4 * most:
+            raise TooManyTokens(len(packed) // 4, exact=True)
+        return packed, chain
 
     def _root(self, namespace: Namespace, tenant: str) -> bytes:
         key = (namespace, tenant)

@@ -83,6 +83,7 @@ KINDS = {
     "Llama 2": lambda: sentencepiece(split=False, prepend=True),
     "Gemma": lambda: sentencepiece(split=True, prepend=False),
     "SmolLM2": real,
+    "StarCoder": lambda: byte_level(regex=None, digits=True),
 }
 
 
@@ -109,8 +110,7 @@ texts = st.lists(pieces, max_size=12).map("".join)
 def test_tokens_are_those_of_the_library(kind, text):
     library, encoder = encoders(kind)
     expected = library.encode(text, add_special_tokens=False).ids
-    for _ in range(2):  # the second time from memory
-        assert unpack_tokens(encoder.encode(text)) == expected
+    assert unpack_tokens(encoder.encode(text)) == expected
     assert encoder.encode(text, len(expected)) == encoder.encode(text)
     if expected:
         with pytest.raises(TooManyTokens):
