@@ -243,10 +243,25 @@ def _drain_workers() -> None:
 
 def _with_own_pool(settings: Settings) -> Settings:
     """Two clusters on one machine, or on one Redis, never see each other's workers."""
-    pool, secret = settings.pool, settings.secret
+    pool = settings.pool
     if pool == Settings().pool:
         pool = f"up-{secrets.token_hex(4)}"
-    return msgspec.structs.replace(settings, pool=pool, secret=secret or secrets.token_hex(16))
+    return msgspec.structs.replace(settings, pool=pool, secret=settings.secret or _secret(settings))
+
+
+def _secret(settings: Settings) -> str:
+    """A new one; with a disk tier, one that is kept: blocks on disk are named by hashes with it."""
+    new = secrets.token_hex(16)
+    if not settings.worker.disk_tier_gb:
+        return new
+    file = Path(settings.worker.cache_dir or "~/.cache/stemroute").expanduser() / "up-secret"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+            opened.write(new)
+    except FileExistsError:
+        return file.read_text(encoding="ascii").strip() or new
+    return new
 
 
 def _end(process: subprocess.Popen[bytes], keeper: Keeper | None) -> None:

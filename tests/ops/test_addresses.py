@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from cluster.settings import GatewaySettings, Settings
+from cluster.settings import GatewaySettings, Settings, WorkerSettings
 from ops.addresses import base_url, is_loopback
 from ops.cli import app
 from ops.local import LocalCluster
@@ -72,6 +72,14 @@ def test_every_local_cluster_has_a_pool_and_a_secret_of_its_own() -> None:
     assert min(len(one.secret), len(other.secret)) >= 32
     chosen = LocalCluster(Settings(pool="mine", secret="s")).settings
     assert (chosen.pool, chosen.secret) == ("mine", "s")
+
+
+def test_a_disk_tier_keeps_its_secret_so_that_a_restart_finds_its_blocks(tmp_path: Path) -> None:
+    worker = WorkerSettings(disk_tier_gb=1, cpu_tier_gb=1, cache_dir=str(tmp_path))
+    one, other = (LocalCluster(Settings(worker=worker)).settings for _ in range(2))
+    assert one.secret == other.secret
+    assert one.pool != other.pool
+    assert (tmp_path / "up-secret").stat().st_mode & 0o077 == 0
 
 
 @pytest.fixture
