@@ -354,12 +354,7 @@ def _say_how_to_use(url: str, settings: Settings) -> None:
         markup=False,
     )
     out.print(f"  stemroute status --url {url}", highlight=False, markup=False)
-    out.print(
-        f"  stemroute doctor --url {url} --redis-url {settings.redis_url}",
-        highlight=False,
-        soft_wrap=True,
-        markup=False,
-    )
+    out.print(f"  stemroute doctor --url {url}", highlight=False, markup=False)
 
 
 if __name__ == "__main__":

@@ -58,11 +58,15 @@ class ShadowAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BusView(msgspec.Struct, frozen=True, kw_only=True):
-    """How following the bus goes; `stale` and `reason` as `index` in `/ready`."""
+    """How following the bus goes; `stale` and `reason` as `index` in `/ready`.
+
+    warning   what threatens the bus, in words
+    """
 
     connected: bool
     stale: bool
     reason: str
+    warning: str
     reports: int
     gaps: int
     disagreements: int
@@ -75,6 +79,8 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     indexed_blocks   blocks of it in this gateway's index; `cached_blocks` is its own word
     dropped_blocks   blocks of it that the bounded index had no room for
     routed           requests sent to it since it appeared
+    report_age_s     seconds since its last report; None where there is none
+    kept             its lease has lapsed, and it answers when it is asked
     """
 
     worker: str
@@ -94,6 +100,8 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     dropped_blocks: int
     routed: int
     block_size: int
+    report_age_s: float | None
+    kept: bool
 
 
 class FleetView(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,6 +235,7 @@ class Admin:
                 connected=status.connected,
                 stale=index.stale,
                 reason=index.reason,
+                warning=status.warning,
                 reports=status.reports,
                 gaps=status.gaps,
                 disagreements=status.disagreements,
@@ -235,10 +244,10 @@ class Admin:
             refused={**status.refused, **fleet.refused()},
             disagreeing=disagreeing(fleet, status),
             encoders=self._encoders(),
-            workers=self._workers(),
+            workers=self._workers(status),
         )
 
-    def _workers(self) -> list[WorkerView]:
+    def _workers(self, status: BusStatus) -> list[WorkerView]:
         views = []
         for member in self._fleet.members():
             card, load = member.card, self._fleet.load_of(member)
@@ -261,6 +270,8 @@ class Admin:
                     dropped_blocks=self._fleet.index.dropped(member.slot),
                     routed=member.routed,
                     block_size=card.namespace.block_size,
+                    report_age_s=status.report_ages_s.get(card.worker),
+                    kept=card.worker in status.kept,
                 )
             )
         return views

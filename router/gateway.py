@@ -33,6 +33,7 @@ from router.fleet import Fleet
 from router.forwarding import Forwarder
 from router.http_messages import Request, Response
 from router.http_server import HttpServer
+from router.liveness import HealthProbe
 from router.metrics import (
     ENCODER_INFO,
     OPEN_CONNECTIONS,
@@ -234,6 +235,7 @@ class Gateway:
             fleet,
             self.settings.bus,
             self.settings.secret.encode(),
+            HealthProbe(lambda: self._session),
         )
 
     async def _stop_following(self, task: asyncio.Task[None]) -> None:

@@ -171,6 +171,10 @@ _bus = Section("Bus", PREFIX)
 BUS_UP = _bus.gauge(
     "stemroute_gateway_bus_up", "1 if the last read of Redis succeeded, otherwise 0"
 )
+KEPT_WORKERS = _bus.gauge(
+    "stemroute_gateway_kept_workers",
+    "Workers that do not report and whose lease has expired, kept because they answer directly",
+)
 BUS_LAST_REPORT_AGE = _bus.gauge(
     "stemroute_gateway_bus_last_report_age_seconds",
     "Time since the last report of any worker; absent before the first",
@@ -301,6 +305,7 @@ class Metrics:
         yield INDEX_DISAGREEMENTS.family(status.disagreements)
         yield DISAGREEING_WORKERS.family(len(disagreeing(fleet, status)))
         yield BUS_UP.family(int(status.connected))
+        yield KEPT_WORKERS.family(len(status.kept))
         if fleet.last_report_at is not None:
             age_s = time.monotonic() - fleet.last_report_at
             yield BUS_LAST_REPORT_AGE.family(max(0.0, age_s))

@@ -294,7 +294,8 @@ async def _blocks(request: web.Request) -> web.Response:
 async def _health(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     problem = service.problem()
-    body = {"worker": service.name, "ready": not problem, "reason": problem}
+    bus = service.publisher.status.reason  # no reason to take no requests
+    body = {"worker": service.name, "ready": not problem, "reason": problem, "bus": bus}
     return web.json_response(body, status=503 if problem else 200)
 
 

@@ -117,6 +117,8 @@ class FakeStatus(msgspec.Struct):
     unreadable: int = 0
     refused: dict[str, str] = {}
     report_ages_s: dict[str, float] = {}
+    kept: list[str] = []
+    warning: str = ""
 
 
 class FakeFollower:

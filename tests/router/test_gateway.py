@@ -218,7 +218,7 @@ async def test_health_is_about_the_process_and_ready_about_the_pool():
 
 async def test_a_stale_index_is_not_ready_and_says_why():
     async with Rig() as rig:
-        rig.follower.status.stale = True
+        rig.follower.status.connected, rig.follower.status.stale = False, True
         rig.follower.status.reason = "Redis cannot be reached"
         status, _, body = await rig.get("/ready")
         assert status == 503

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from ops.local import start_valkey
+from ops.keeper import start_valkey
 
 START_S = 30.0
 POOL = "gateway-benchmark"
