@@ -12,6 +12,7 @@ from cluster.protocol import HEADER_HIT_TOKENS, HEADER_WORKER
 from cluster.settings import GatewaySettings
 from ops.bus_links import BusLinks
 from ops.links import Broken, Skip, Step, settled
+from ops.status import encoder_line
 
 
 class GatewayLinks:
@@ -40,6 +41,7 @@ class GatewayLinks:
             Step("ready", self._ready_link),
             Step("index", self._index_link),
             Step("probe", self._probe_link),
+            Step("encoder", self._encoder_link),
         ]
 
     async def _gateway_link(self) -> str:
@@ -67,6 +69,11 @@ class GatewayLinks:
         if view["refused"]:
             refused = [f"{worker}: {why}" for worker, why in view["refused"].items()]
             raise Broken(f"it refuses {'; '.join(refused)}", "upgrade or restart these workers")
+        if view["degraded"]:
+            raise Broken(
+                "it serves, but " + "; ".join(view["degraded"]),
+                "mend the links above, or what it names",
+            )
         return f"{view['workers_ready']} workers ready for {', '.join(view['models'])}"
 
     async def _index_link(self) -> str:
@@ -154,6 +161,14 @@ class GatewayLinks:
             f"{2 * workers + 1} equal requests to {model} never met the same worker twice",
             "workers come and go: look again when they are settled",
         )
+
+    async def _encoder_link(self) -> str:
+        """After the probe, for which the gateway has fetched the tokenizers."""
+        self._need_gateway()
+        encoders = (await self._ask("GET", "/admin/fleet", None)).json()["encoders"]
+        if not encoders:
+            raise Skip("no request has needed a tokenizer yet")
+        return "; ".join(map(encoder_line, encoders))
 
     async def _unknown_at(self, worker: str, body: dict[str, Any]) -> bool:
         answer = (await self._ask("POST", "/admin/explain", body)).json()

@@ -26,7 +26,7 @@ def status_table(fleet: dict[str, Any]) -> RenderableType:
             style = "red"
         table.add_row(
             worker["worker"],
-            Text(worker["state"], style="green" if worker["state"] == "ready" else "yellow"),
+            _state(worker),
             worker["model"],
             worker["device"],
             str(worker["running"]),
@@ -51,11 +51,26 @@ def status_table(fleet: dict[str, Any]) -> RenderableType:
                 f"{bus['disagreements']} disagreements, {bus['repairs']} repairs"
             )
         )
+    lines += [Text(encoder_line(encoder)) for encoder in fleet["encoders"]]
+    if bus["warning"]:
+        lines.append(Text(bus["warning"], style="yellow"))
     lines += [
         Text(f"refused: {worker}: {reason}", style="red")
         for worker, reason in fleet["refused"].items()
     ]
     return Group(*lines)
+
+
+def _state(worker: dict[str, Any]) -> Text:
+    if worker["kept"]:
+        return Text(f"{worker['state']}, last report {worker['report_age_s']:.0f} s ago", "yellow")
+    return Text(worker["state"], style="green" if worker["state"] == "ready" else "yellow")
+
+
+def encoder_line(encoder: dict[str, Any]) -> str:
+    """Which library encodes the prompts of a model, and why where it is the slower one."""
+    line = f"{encoder['model']}: prompts are encoded by {encoder['library']} {encoder['version']}"
+    return f"{line}, because {encoder['reason']}" if encoder["reason"] else line
 
 
 def cache_table(cache: dict[str, Any]) -> RenderableType:

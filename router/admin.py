@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 
 import aiohttp
 import msgspec
@@ -11,7 +12,8 @@ import msgspec
 from cluster.bus_status import BusStatus
 from cluster.protocol import HEADER_EXPLAIN, HEADER_REQUEST_ID, RequestError, WorkerState
 from router.dispatch import Dispatcher
-from router.edge import Route, json_response
+from router.edge import Route, admin_body, json_response
+from router.encoding import EncoderInfo
 from router.fleet import Fleet
 from router.http_messages import Request, Response
 from router.policies import PolicyError, available, parse_policy
@@ -56,11 +58,15 @@ class ShadowAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BusView(msgspec.Struct, frozen=True, kw_only=True):
-    """How following the bus goes; `stale` and `reason` as `index` in `/ready`."""
+    """How following the bus goes; `stale` and `reason` as `index` in `/ready`.
+
+    warning   what threatens the bus, in words
+    """
 
     connected: bool
     stale: bool
     reason: str
+    warning: str
     reports: int
     gaps: int
     disagreements: int
@@ -73,6 +79,8 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     indexed_blocks   blocks of it in this gateway's index; `cached_blocks` is its own word
     dropped_blocks   blocks of it that the bounded index had no room for
     routed           requests sent to it since it appeared
+    report_age_s     seconds since its last report; None where there is none
+    kept             its lease has lapsed, and it answers when it is asked
     """
 
     worker: str
@@ -92,6 +100,8 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     dropped_blocks: int
     routed: int
     block_size: int
+    report_age_s: float | None
+    kept: bool
 
 
 class FleetView(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +109,7 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
 
     refused       worker -> the reason why it is not used
     disagreeing   worker -> how what it publishes differs from what it says that it caches
+    encoders      which library encodes, for each tokenizer that requests have needed so far
     """
 
     pool: str
@@ -108,7 +119,23 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     bus: BusView
     refused: dict[str, str]
     disagreeing: dict[str, str]
+    encoders: list[EncoderInfo]
     workers: list[WorkerView]
+
+
+@contextlib.asynccontextmanager
+async def _flush_timeout() -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(FLUSH_TIMEOUT_S):
+            yield
+    except TimeoutError as error:
+        raise RequestError(
+            f"not every worker began a new epoch within {FLUSH_TIMEOUT_S:g} s: see "
+            "/admin/fleet and /ready for those that do not report",
+            status=504,
+            type="server_error",
+            code="flush_timeout",
+        ) from error
 
 
 class Admin:
@@ -121,14 +148,16 @@ class Admin:
         dispatcher: Dispatcher,
         session: aiohttp.ClientSession,
         bus: Callable[[], BusStatus],
+        encoders: Callable[[], list[EncoderInfo]],
     ) -> None:
         self._pool = pool
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._session = session
         self._bus = bus
+        self._encoders = encoders
         self._changed = asyncio.Event()
-        fleet.listener = self._changed.set
+        fleet.changed.subscribe(self._changed.set)
 
     def routes(self) -> list[Route]:
         """What to serve."""
@@ -147,45 +176,33 @@ class Admin:
         )
 
     async def set_policy(self, request: Request) -> Response:
+        change = admin_body(request.body, PolicyChange, '{"policy": "NAME"}', "policy")
         try:
-            change = msgspec.json.decode(request.body, type=PolicyChange)
             self._dispatcher.policy = parse_policy(change.policy)
-        except msgspec.MsgspecError as error:
-            raise RequestError(
-                f'the body must be of the form {{"policy": "NAME"}}: {error}', param="policy"
-            ) from error
         except PolicyError as error:
             raise RequestError(str(error), param="policy", code="unknown_policy") from error
         return await self.get_policy(request)
 
     async def flush(self, request: Request) -> Response:
         """Flush every worker, and wait until this gateway's index knows it."""
-        try:
-            async with asyncio.timeout(FLUSH_TIMEOUT_S):
-                epochs = dict(
-                    await asyncio.gather(
-                        *(
-                            self._flush_worker(member.card.worker, member.card.address)
-                            for member in self._fleet.members()
-                            if member.state in ("ready", "draining")
-                        )
+        async with _flush_timeout():
+            epochs = dict(
+                await asyncio.gather(
+                    *(
+                        self._flush_worker(member.card.worker, member.card.address)
+                        for member in self._fleet.members()
+                        if member.state in ("ready", "draining")
                     )
                 )
-                while True:
-                    # cleared before looking: a change in between is not missed
-                    self._changed.clear()
-                    if not self._outdated(epochs):
-                        break
-                    await self._changed.wait()
-        except TimeoutError as error:
-            raise RequestError(
-                f"not every worker began a new epoch within {FLUSH_TIMEOUT_S:g} s: see "
-                "/admin/fleet and /ready for those that do not report",
-                status=504,
-                type="server_error",
-                code="flush_timeout",
-            ) from error
+            )
+            await self._know(epochs)
         return json_response(FlushAnswer(epochs))
+
+    async def await_flush(self, request: Request) -> Response:
+        """Wait until this gateway's index knows the epochs of a FlushAnswer in the body."""
+        async with _flush_timeout():
+            await self._know(msgspec.json.decode(request.body, type=FlushAnswer).workers)
+        return json_response({})
 
     async def get_fleet(self, request: Request) -> Response:
         return json_response(self.view())
@@ -218,6 +235,7 @@ class Admin:
                 connected=status.connected,
                 stale=index.stale,
                 reason=index.reason,
+                warning=status.warning,
                 reports=status.reports,
                 gaps=status.gaps,
                 disagreements=status.disagreements,
@@ -225,10 +243,11 @@ class Admin:
             ),
             refused={**status.refused, **fleet.refused()},
             disagreeing=disagreeing(fleet, status),
-            workers=self._workers(),
+            encoders=self._encoders(),
+            workers=self._workers(status),
         )
 
-    def _workers(self) -> list[WorkerView]:
+    def _workers(self, status: BusStatus) -> list[WorkerView]:
         views = []
         for member in self._fleet.members():
             card, load = member.card, self._fleet.load_of(member)
@@ -251,9 +270,20 @@ class Admin:
                     dropped_blocks=self._fleet.index.dropped(member.slot),
                     routed=member.routed,
                     block_size=card.namespace.block_size,
+                    report_age_s=status.report_ages_s.get(card.worker),
+                    kept=card.worker in status.kept,
                 )
             )
         return views
+
+    async def _know(self, epochs: dict[str, int]) -> None:
+        """Wait until the index has every worker's new epoch."""
+        while True:
+            # cleared before looking: a change in between is not missed
+            self._changed.clear()
+            if not self._outdated(epochs):
+                return
+            await self._changed.wait()
 
     def _outdated(self, epochs: dict[str, int]) -> list[str]:
         """Workers that are here and whose new epoch is not yet known."""

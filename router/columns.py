@@ -6,13 +6,12 @@ of a group of workers are views of these arrays wherever the group's slots are a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from router.policies import Candidates
+from router.policies import Columns
 
 ROWS = (
     "pending_tokens",
@@ -23,78 +22,13 @@ ROWS = (
     "running",
     "free_blocks",
     "capacity_blocks",
-    "worker_key",
+    "worker_keys",
 )
 """What is kept of each worker as whole numbers, in this order: first what bookings change
 (`router.member.booked_of`), then what the worker alone says."""
 
 SPEEDS = ("s_per_token", "s_per_pair")
 """What is kept of each worker's measured prefill speed, in this order."""
-
-
-class Columns(NamedTuple):
-    """What policies see of the workers of one model, `[n]` each, in the order of their slots."""
-
-    pending_tokens: NDArray[np.int64]
-    waiting: NDArray[np.int64]
-    batch: NDArray[np.int64]
-    pending_pairs: NDArray[np.int64]
-    room_blocks: NDArray[np.int64]
-    running: NDArray[np.int64]
-    free_blocks: NDArray[np.int64]
-    capacity_blocks: NDArray[np.int64]
-    worker_keys: NDArray[np.int64]
-    s_per_token: NDArray[np.float64]
-    s_per_pair: NDArray[np.float64]
-
-    def candidates(
-        self,
-        slots: NDArray[np.int64],
-        hit_tokens: NDArray[np.int64],
-        prompt_tokens: int,
-        block_size: int,
-        chain: Sequence[bytes],
-        most_hit_tokens: int | None,
-        stay_s: float,
-        in_flight: int,
-        sharing: int,
-    ) -> Candidates:
-        """These columns and `[n]` hits as what a policy sees of a prompt."""
-        (
-            pending,
-            waiting,
-            batch,
-            pairs,
-            room,
-            running,
-            free,
-            capacity,
-            keys,
-            s_per_token,
-            s_per_pair,
-        ) = self
-        return Candidates(
-            slots,
-            hit_tokens,
-            pending,
-            running,
-            waiting,
-            batch,
-            free,
-            capacity,
-            prompt_tokens,
-            block_size,
-            chain,
-            room,
-            keys,
-            pairs,
-            s_per_token,
-            s_per_pair,
-            most_hit_tokens,
-            stay_s,
-            in_flight,
-            sharing,
-        )
 
 
 class LoadTable:
@@ -148,12 +82,13 @@ class LoadTable:
         row: list[int] = self.rows[:, slot].tolist()
         return row
 
-    def columns(self, slots: slice | NDArray[np.int64]) -> Columns:
-        """The columns of `slots`, read-only: views that change with the table where they are a
-        slice."""
-        picked, measured = self.rows[:, slots], self.speeds[:, slots]
+    def columns(self, slots: NDArray[np.int64], run: slice | None) -> Columns:
+        """The columns of `slots`, read-only. Where the slots are the `run`, they are views that
+        change with the table, else copies."""
+        at = slots if run is None else run
+        picked, measured = self.rows[:, at], self.speeds[:, at]
         picked.flags.writeable = measured.flags.writeable = False
-        return Columns(*picked, *measured)
+        return Columns(slots, *picked, *measured)
 
 
 def run_of(slots: NDArray[np.int64]) -> slice | None:

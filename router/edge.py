@@ -8,17 +8,20 @@ import hmac
 import ipaddress
 import logging
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
 from cluster.protocol import SERVICE_UNAVAILABLE, RequestError
 from cluster.settings import GatewaySettings
+from router.counts import RequestCounts
+from router.http_connection import Service
 from router.http_messages import ClientGone, Handler, Request, Response
-from router.metrics import RequestCounts
 
 log = logging.getLogger(__name__)
+
+_Body = TypeVar("_Body", bound=msgspec.Struct)
 
 CLIENT_GONE_STATUS = 499
 RETRY_AFTER_S = 1
@@ -49,6 +52,18 @@ def error_response(error: RequestError, headers: Mapping[str, str] | None = None
     return Response(error.body(), error.status, {**_JSON, **more, **(headers or {})})
 
 
+def admin_body(body: bytes, kind: type[_Body], form: str, param: str) -> _Body:
+    """The body of an admin call as `kind`, which looks like `form`. Raises RequestError (400)."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except RecursionError as error:
+        raise RequestError(
+            f"the body nests objects and arrays too deeply: send {form}", param=param
+        ) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RequestError(f"the body must be of the form {form}: {error}", param=param) from error
+
+
 class Edge:
     """Finds handlers, asks for keys, and counts requests by endpoint and status.
 
@@ -59,6 +74,18 @@ class Edge:
         self._settings = settings
         self._requests = requests
         self._endpoints: dict[str, dict[str, Handler]] = {}
+
+    def service(self) -> Service:
+        """For the HTTP server."""
+        settings = self._settings
+        return Service(
+            admit=self.admit,
+            answer=self.answer,
+            malformed=malformed,
+            too_large=body_too_large(settings.max_body_bytes),
+            max_body_bytes=settings.max_body_bytes,
+            full=too_many_connections(settings.max_connections),
+        )
 
     def add(self, routes: Sequence[Route]) -> None:
         """Answer these too."""

@@ -92,7 +92,7 @@ def reason_of(candidates: Candidates, decision: Decision) -> Reason:
         return "only"
     if decision.left_out == "guard":
         return "guard"
-    best = candidates.best_hit
+    best = candidates.best_hit_tokens
     if best == 0:
         return "cold"
     return "hit" if hits.item(decision.chosen) == best else "load"
@@ -159,7 +159,7 @@ def explanation_of(
     by_policy = "the policy left it out"
     reason: Reason | Literal[""] = ""
     if candidates is not None and decision is not None:
-        slots = candidates.slots.tolist()
+        slots = candidates.columns.slots.tolist()
         costs = dict(zip(slots, decision.costs.astype(np.float64).tolist(), strict=True))
         hits = dict(zip(slots, candidates.hit_tokens.tolist(), strict=True))
         chosen = slots[decision.chosen]

@@ -1,23 +1,25 @@
 """The OpenAI API as it is spoken here: request bodies in, one typed request out.
 
-Fields that nobody would miss are ignored. Fields that change the answer and cannot be served
-are refused with a sentence that says what to change; none is dropped in silence.
+Fields that would change the answer and cannot be served are refused with a message that says what
+to change (`router/unserved.py`). Fields that are not known are named in a response header.
 """
 
 from __future__ import annotations
 
 import re
-from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from cluster.protocol import RequestError, Sampling
-from router.unserved import UNSERVED
+from cluster.settings import GatewaySettings
+from router.json_bounds import check_json_size
+from router.unserved import refuse_unserved
 
 MAX_STOP_STRINGS = 16
 MAX_SALT_CHARACTERS = 256
 MAX_TYPE_CHARACTERS = 64
+DEFAULT_MAX_MESSAGES = GatewaySettings().max_messages
 
 Kind = Literal["chat", "completion"]
 
@@ -30,10 +32,12 @@ class ContentPart(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    """One message of a chat. `tool_calls` of earlier turns go to the chat template as they are."""
+    """One message of a chat. Reasoning and tool calls of earlier turns go to the chat template."""
 
     role: str
     content: str | list[ContentPart] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -47,7 +51,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class CommonBody(msgspec.Struct, kw_only=True):
-    """Fields of both kinds. Those typed `Any` are only looked at to refuse them."""
+    """Fields that both kinds of request serve; `router/unserved.py` lists the others."""
 
     model: str
     stream: bool | None = None
@@ -63,26 +67,6 @@ class CommonBody(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     request_type: str | None = None
     user: str | None = None
-    best_of: Any = None
-    logprobs: Any = None
-    top_logprobs: Any = None
-    prompt_logprobs: Any = None
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    repetition_penalty: Any = None
-    logit_bias: Any = None
-    min_p: Any = None
-    min_tokens: Any = None
-    stop_token_ids: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    use_beam_search: Any = None
-    response_format: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
 
 
 class ChatBody(CommonBody, kw_only=True):
@@ -93,20 +77,12 @@ class ChatBody(CommonBody, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    chat_template: Any = None
-    continue_final_message: Any = None
 
 
 class CompletionBody(CommonBody, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: str | list[str | int | list[int]]
-    echo: Any = None
-    suffix: Any = None
 
 
 class ApiRequest(NamedTuple):
@@ -118,6 +94,8 @@ class ApiRequest(NamedTuple):
     template_fields  further variables for the chat template
     max_tokens       None where the request sets no limit
     request_type     the client's own word for the kind of work: a hint for the workers' caches
+    body_bytes       size of the body that was parsed, a measure of the work that is still to do
+    ignored_fields   names of fields of the body that are neither served nor refused
     """
 
     kind: Kind
@@ -134,6 +112,8 @@ class ApiRequest(NamedTuple):
     continuous_usage: bool = False
     cache_salt: str = ""
     request_type: str = ""
+    body_bytes: int = 0
+    ignored_fields: tuple[str, ...] = ()
 
     @property
     def turn(self) -> int:
@@ -141,10 +121,17 @@ class ApiRequest(NamedTuple):
         return sum(message["role"] == "user" for message in self.messages or [])
 
 
-def parse_chat(body: bytes) -> ApiRequest:
+def parse_chat(body: bytes, max_messages: int = DEFAULT_MAX_MESSAGES) -> ApiRequest:
     """Understand the body of a chat request. Raises RequestError (400)."""
+    check_json_size(body, max_messages)
     parsed = _decode(body, ChatBody)
-    _refuse_unserved(parsed)
+    ignored = refuse_unserved(_fields(body), ChatBody)
+    if len(parsed.messages) > max_messages:
+        raise RequestError(
+            f"`messages` holds {len(parsed.messages)} messages: send at most {max_messages} "
+            "(gateway.max_messages)",
+            param="messages",
+        )
     if not parsed.messages:
         raise RequestError("`messages` is empty: send at least one message", param="messages")
     if parsed.max_completion_tokens is not None:
@@ -159,17 +146,24 @@ def parse_chat(body: bytes) -> ApiRequest:
         )
     limit = parsed.max_completion_tokens
     return _common(parsed, "chat", parsed.max_tokens if limit is None else limit)._replace(
+        body_bytes=len(body),
+        ignored_fields=ignored,
         messages=[_plain(place, message) for place, message in enumerate(parsed.messages)],
         tools=(parsed.tools or None) if parsed.tool_choice != "none" else None,
         template_fields=parsed.chat_template_kwargs or {},
     )
 
 
-def parse_completion(body: bytes) -> ApiRequest:
-    """Understand the body of a completion request. Raises RequestError (400)."""
+def parse_completion(body: bytes, max_messages: int = DEFAULT_MAX_MESSAGES) -> ApiRequest:
+    """Understand the body of a completion request. Raises RequestError (400).
+
+    `max_messages` bounds the JSON values of the body, as in a chat.
+    """
+    check_json_size(body, max_messages)
     parsed = _decode(body, CompletionBody)
-    _refuse_unserved(parsed)
-    request = _common(parsed, "completion", parsed.max_tokens)
+    request = _common(parsed, "completion", parsed.max_tokens)._replace(
+        body_bytes=len(body), ignored_fields=refuse_unserved(_fields(body), CompletionBody)
+    )
     prompt = parsed.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]  # type: ignore[assignment]  # a list of one prompt
@@ -195,13 +189,10 @@ class _Kinds(msgspec.Struct):
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-def parse_either(body: bytes) -> ApiRequest:
+def parse_either(body: bytes, max_messages: int = DEFAULT_MAX_MESSAGES) -> ApiRequest:
     """Understand a chat (it has `messages`) or a completion. Raises RequestError (400)."""
-    return (
-        parse_completion(body)
-        if _decode(body, _Kinds).messages is msgspec.UNSET
-        else parse_chat(body)
-    )
+    is_chat = _decode(body, _Kinds).messages is not msgspec.UNSET
+    return (parse_chat if is_chat else parse_completion)(body, max_messages)
 
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
@@ -212,10 +203,19 @@ def _decode(body: bytes, kind: type[_Body]) -> _Body:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except RecursionError as error:
+        raise RequestError(
+            "the body nests objects and arrays too deeply: send a flatter one", code="invalid_json"
+        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(
             f"the body is not valid JSON: {error}; send a JSON object", code="invalid_json"
         ) from error
+
+
+def _fields(body: bytes) -> dict[str, msgspec.Raw]:
+    """The fields of a body that was decoded before, not decoded."""
+    return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
 
 
 def _wrong_type(reason: str) -> RequestError:
@@ -256,8 +256,10 @@ def _common(body: CommonBody, kind: Kind, max_tokens: int | None) -> ApiRequest:
             f"`temperature` is {temperature:g}: it must be between 0 and 2", param="temperature"
         )
     top_p = 1.0 if body.top_p is None else body.top_p
-    if not 0.0 < top_p <= 1.0:
-        raise RequestError(f"`top_p` is {top_p:g}: it must be above 0 and at most 1", param="top_p")
+    if not 0.0 <= top_p <= 1.0:
+        raise RequestError(f"`top_p` is {top_p:g}: it must be between 0 and 1", param="top_p")
+    if top_p == 0.0:  # only the most probable token is left
+        temperature, top_p = 0.0, 1.0
     if body.top_k is not None:
         _at_least("top_k", body.top_k, -1)
         if body.top_k >= 2**31:
@@ -326,37 +328,33 @@ def _plain(place: int, message: Message) -> dict[str, Any]:
                 raise RequestError(f"`{param}.text` is missing: it is required", param=param)
             texts.append(part.text)
         content = "\n".join(texts)
-    if content is None and not message.tool_calls:
+    if content is None and message.role != "assistant":
         param = f"messages[{place}].content"
         raise RequestError(f"`{param}` is missing: send a string", param=param)
     plain: dict[str, Any] = {"role": message.role, "content": content or ""}
-    if message.name is None and message.tool_calls is None and message.tool_call_id is None:
-        return plain
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning is not None:  # templates read it by either name
+        plain["reasoning_content"] = plain["reasoning"] = reasoning
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_calls is not None:
-        plain["tool_calls"] = message.tool_calls
+        plain["tool_calls"] = [_parsed_call(call) for call in message.tool_calls]
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     return plain
 
 
-_ASKED = {
-    kind: attrgetter(*(field for field in kind.__struct_fields__ if field in UNSERVED))
-    for kind in (ChatBody, CompletionBody)
-}
-"""What a body says in such fields: None in all of them, mostly."""
+def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments are an object, as chat templates expect it.
 
-
-def _refuse_unserved(body: ChatBody | CompletionBody) -> None:
-    asked = _ASKED[type(body)](body)
-    if asked.count(None) == len(asked):
-        return
-    for field, rule in UNSERVED.items():
-        value = getattr(body, field, None)
-        if value is not None and not rule.harmless(value):
-            raise RequestError(
-                f"`{field}` cannot be served: {rule.advice}",
-                param=field,
-                code="unsupported_parameter",
-            )
+    The API sends them as a string of JSON. A string that is no JSON, which a model may have
+    produced, stays a string.
+    """
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"] or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -12,6 +12,7 @@ from collections.abc import Collection
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from router.explaining import explanation_of
 from router.fleet import Fleet
@@ -74,10 +75,12 @@ class RecentDecisions:
         `group` are the workers of the model, of which `candidates` may leave some out; `tried`
         those that the request was sent to before.
         """
-        out = _others(group.slots.tolist(), candidates.slots.tolist())
+        out = _others(group.slots.tolist(), candidates.columns.slots.tolist())
         shown, chosen = _shown(candidates, decision)
-        beyond = len(candidates.slots) - len(shown.slots) + max(0, len(out) - MOST_WORKERS)
-        slots = [*shown.slots.tolist(), *out[:MOST_WORKERS]]
+        beyond = (
+            len(candidates.hit_tokens) - len(shown.hit_tokens) + max(0, len(out) - MOST_WORKERS)
+        )
+        slots = [*shown.columns.slots.tolist(), *out[:MOST_WORKERS]]
         assert group.reference is not None, "it has candidates"
         explanation = explanation_of(
             fleet,
@@ -104,7 +107,7 @@ def _others(everybody: list[int], some: list[int]) -> list[int]:
 
 def _shown(candidates: Candidates, decision: Decision) -> tuple[Candidates, Decision]:
     """The candidates that are worth a row, and the decision among them."""
-    count = len(candidates.slots)
+    count = len(candidates.hit_tokens)
     if count <= MOST_WORKERS:
         return candidates, decision
     kept = np.zeros(count, dtype=np.bool_)
@@ -113,4 +116,5 @@ def _shown(candidates: Candidates, decision: Decision) -> tuple[Candidates, Deci
     rest = rest[~kept[rest]]
     kept[rest[: MOST_WORKERS - np.count_nonzero(kept)]] = True
     chosen = int(np.count_nonzero(kept[: decision.chosen]))
-    return candidates.only(kept), decision._replace(chosen=chosen, costs=decision.costs[kept])
+    costs = decision.costs[kept]
+    return candidates.only(kept), structs.replace(decision, chosen=chosen, costs=costs)

@@ -1,10 +1,22 @@
-"""Fields of the OpenAI API that would change an answer and are not served: which of their values
-change nothing, and what a client is told about the others."""
+"""Fields of OpenAI's, vLLM's and SGLang's servers that are not served here.
+
+`UNSERVED` lists those that would change an answer: which of their values change nothing, and what
+a client is told about the others. `NO_EFFECT` lists those that never change an answer. Every other
+field is unknown, and is named in the response.
+
+Sources: OpenAI's API reference (chat completions, completions), vLLM's `ChatCompletionRequest` and
+`CompletionRequest`, SGLang's protocol of the same names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+import msgspec
+
+from cluster.protocol import RequestError
 
 
 class Unserved(NamedTuple):
@@ -25,6 +37,8 @@ def _is_number(number: float) -> Callable[[Any], bool]:
 
 
 _LEAVE_OUT = "leave it out"
+_NEVER = _is()
+_EMPTY = _is({}, [], "")
 UNSERVED: dict[str, Unserved] = {
     "best_of": Unserved(_is_number(1), "only one answer is drawn: leave it out or set it to 1"),
     "logprobs": Unserved(_is(False), "log probabilities are not returned: leave it out"),
@@ -57,4 +71,87 @@ UNSERVED: dict[str, Unserved] = {
     "continue_final_message": Unserved(_is(False), "send a completion request instead"),
     "echo": Unserved(_is(False), "the prompt is not sent back: leave it out"),
     "suffix": Unserved(_is(""), "text is only generated at the end: leave it out"),
+    "truncate_prompt_tokens": Unserved(_NEVER, "prompts are not truncated: shorten the prompt"),
+    "add_generation_prompt": Unserved(_is(True), "it is always on: leave it out"),
+    "include_stop_str_in_output": Unserved(_is(False), "stop strings are never returned"),
+    "skip_special_tokens": Unserved(_is(True), "special tokens are never returned"),
+    "spaces_between_special_tokens": Unserved(_is(True), "special tokens are never returned"),
+    "add_special_tokens": Unserved(
+        _NEVER, "chats take them from the chat template, completions from the tokenizer"
+    ),
+    "length_penalty": Unserved(_is_number(1), "it belongs to beam search, which is not served"),
+    "early_stopping": Unserved(_is(False), "it belongs to beam search, which is not served"),
+    "return_token_ids": Unserved(_is(False), "token ids are not returned: leave it out"),
+    "return_tokens_as_token_ids": Unserved(_is(False), "token ids are not returned"),
+    "logits_processors": Unserved(_EMPTY, _LEAVE_OUT),
+    "thinking_token_budget": Unserved(_NEVER, "set `max_tokens` instead"),
+    "documents": Unserved(_EMPTY, "put the documents into the messages"),
+    "prompt_embeds": Unserved(_NEVER, "send text or token ids"),
+    "lora_path": Unserved(_EMPTY, "adapters are not served: leave it out"),
+    "session_params": Unserved(_EMPTY, "send the whole prompt"),
+    "regex": Unserved(_NEVER, _LEAVE_OUT),
+    "ebnf": Unserved(_NEVER, _LEAVE_OUT),
+    "json_schema": Unserved(_NEVER, _LEAVE_OUT),
+    "structural_tag": Unserved(_NEVER, _LEAVE_OUT),
+    "guided_whitespace_pattern": Unserved(_NEVER, _LEAVE_OUT),
+    "no_stop_trim": Unserved(_is(False), "stop strings are never returned"),
+    "stop_regex": Unserved(_EMPTY, "`stop` takes strings"),
+    "custom_logit_processor": Unserved(_EMPTY, _LEAVE_OUT),
+    "custom_params": Unserved(_EMPTY, _LEAVE_OUT),
+    "return_hidden_states": Unserved(_is(False), _LEAVE_OUT),
+    "input_ids": Unserved(_EMPTY, "send token ids as `prompt` of a completion"),
+    "reasoning_effort": Unserved(
+        _NEVER, "pass what the chat template takes in `chat_template_kwargs`"
+    ),
+    "thinking": Unserved(_NEVER, "pass what the chat template takes in `chat_template_kwargs`"),
+    "separate_reasoning": Unserved(_is(False), "reasoning is part of the text: leave it out"),
+    "include_reasoning": Unserved(_is(True), "reasoning is part of the text: leave it out"),
+    "verbosity": Unserved(_is("medium"), _LEAVE_OUT),
+    "web_search_options": Unserved(_NEVER, "the gateway calls no tools itself: leave it out"),
+    "mm_processor_kwargs": Unserved(_EMPTY, "only text is served: leave it out"),
+    "media_io_kwargs": Unserved(_EMPTY, "only text is served: leave it out"),
+    "kv_transfer_params": Unserved(_EMPTY, _LEAVE_OUT),
+    "vllm_xargs": Unserved(_EMPTY, _LEAVE_OUT),
+    "repetition_detection": Unserved(_NEVER, _LEAVE_OUT),
 }
+"""Fields that would change an answer."""
+
+NO_EFFECT = frozenset(
+    {
+        *("metadata", "store", "service_tier", "safety_identifier", "prediction", "user"),
+        *("prompt_cache_key", "prompt_cache_retention", "request_id", "rid", "priority"),
+        *("parallel_tool_calls", "return_cached_tokens_details", "stream_reasoning"),
+        *("enable_response_messages", "return_prompt_token_ids", "cache_report"),
+    }
+)
+"""Fields that change no answer: labels, hints, and choices between equal results."""
+
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_NAMES = 16
+
+
+def refuse_unserved(
+    fields: Mapping[str, msgspec.Raw], served: type[msgspec.Struct]
+) -> tuple[str, ...]:
+    """Names of the unknown ones among a body's fields, at most `MAX_NAMES`.
+
+    Names that are not plain words are left out, because the result goes into a response header.
+    Raises RequestError (400) for a field that would change the answer.
+    """
+    known = served.__struct_fields__
+    others = [name for name in fields if name not in known and name not in NO_EFFECT]
+    unknown = []
+    for name in others:
+        rule = UNSERVED.get(name)
+        if rule is None:
+            if NAME.fullmatch(name):
+                unknown.append(name)
+            continue
+        value = msgspec.json.decode(fields[name])
+        if value is not None and not rule.harmless(value):
+            raise RequestError(
+                f"`{name}` cannot be served: {rule.advice}",
+                param=name,
+                code="unsupported_parameter",
+            )
+    return tuple(unknown[:MAX_NAMES])

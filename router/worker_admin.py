@@ -7,8 +7,8 @@ import asyncio
 import aiohttp
 import msgspec
 
-from cluster.protocol import CacheView, ErrorAnswer, RequestError
-from router.edge import Route, json_response
+from cluster.protocol import SERVICE_UNAVAILABLE, CacheView, ErrorAnswer, RequestError
+from router.edge import Route, admin_body, json_response
 from router.fleet import Fleet
 from router.http_messages import Request, Response
 from router.member import Member
@@ -82,12 +82,7 @@ class WorkerAdmin:
         Ends at the first that refuses or fails; those before it have the new weights then, which
         the message says.
         """
-        try:
-            change = msgspec.json.decode(request.body, type=WeightsChange)
-        except msgspec.MsgspecError as error:
-            raise RequestError(
-                f'the body must be of the form {{"model": "PATH"}}: {error}', param="model"
-            ) from error
+        change = admin_body(request.body, WeightsChange, '{"model": "PATH"}', "model")
         members = [
             member
             for member in self._fleet.members()
@@ -95,7 +90,10 @@ class WorkerAdmin:
         ]
         if not members:
             raise RequestError(
-                f"no worker {change.worker or 'at all'} is ready", status=503, code="no_worker"
+                f"no worker {change.worker or 'at all'} is ready",
+                status=503,
+                type=SERVICE_UNAVAILABLE,
+                code="no_worker",
             )
         if self._changing.locked():
             raise RequestError("weights are being changed already", status=409)

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Protocol
 
 from cluster.protocol import Sampling
 from worker.block_pool import InvariantError
-from worker.prefill_speed import StepWork
-
-if TYPE_CHECKING:
-    from worker.decodes import Decodes
-    from worker.sequence import Sequence
 
 
 @dataclass(slots=True)
@@ -39,53 +34,23 @@ class BatchItem:
     output_index: int
 
 
+NOT_FINITE = -1
+"""What a runner answers instead of a token where the logits are NaN or infinite."""
+
+
 class Runner(Protocol):
     """Computes batches. Keeps no state of a sequence but the KV in its pool."""
 
     def execute(self, batch: list[BatchItem]) -> list[int | None]:
-        """One entry for each item: its sampled token where `sample` is set, else None.
+        """One entry for each item: its sampled token, or NOT_FINITE, where `sample` is set, else
+        None.
 
-        Items of one batch write disjoint slots and read none that another item writes.
+        Items of one batch write disjoint slots and read none that another item writes. What other
+        sequences left in slots that an item does not read changes nothing, NaN included. After an
+        exception the same items may be computed again. Raises MemoryError where the batch is too
+        large for the memory that is left.
         """
         ...
-
-
-class Plan(NamedTuple):
-    """One step: one token of each that decodes, and of each other sequence so many."""
-
-    decodes: Decodes
-    prefills: dict[Sequence, int]
-
-    def sequences(self) -> list[Sequence]:
-        """Who gets something, in the order of the batch."""
-        return [*self.decodes.sequences, *self.prefills]
-
-
-def batch_of(plan: Plan) -> tuple[list[BatchItem], StepWork]:
-    """The runner's batch, and how much work it is."""
-    batch = plan.decodes.items.copy()
-    decodes = len(batch)
-    prefill_tokens = prefill_squares = 0
-    samples = decodes > 0
-    for sequence, count in plan.prefills.items():
-        start = sequence.computed_tokens
-        end = start + count
-        sample = end == len(sequence.tokens)
-        batch.append(
-            BatchItem(
-                sequence.request_id,
-                sequence.tokens[start:end].tolist(),
-                start,
-                sequence.block_table,
-                sample,
-                sequence.sampling,
-                sequence.output_tokens,
-            )
-        )
-        prefill_tokens += count
-        prefill_squares += end * end - start * start
-        samples = samples or sample
-    return batch, StepWork(prefill_tokens, prefill_squares // 2, decodes, samples)
 
 
 def check_sampled(batch: list[BatchItem], sampled: list[int | None], decodes: int) -> None:

@@ -11,11 +11,12 @@ import torch
 from cluster.blocks import Namespace
 from cluster.protocol import ModelInfo
 from cluster.settings import WorkerSettings
-from worker.attention import attention_backend
+from worker.attention.registry import attention_backend
 from worker.decode_graphs import CudaCapture
 from worker.emulator import EMULATED, build_emulated
-from worker.engine import EngineConfig, EngineCore
-from worker.eviction_choice import parse_eviction
+from worker.engine import EngineCore
+from worker.engine_config import EngineConfig
+from worker.eviction.registry import parse_eviction
 from worker.first_speed import first_speed
 from worker.kv_memory import blocks_that_fit, kv_block_bytes
 from worker.messages import EngineInfo
@@ -65,6 +66,7 @@ def build_engine(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
         eos_token_ids=loaded.eos_token_ids,
         cache_share=settings.cache_share,
         pin_share=settings.pin_share,
+        embedding_rows=loaded.config.vocab_size,
     )
     runner = TorchRunner(model, kv_blocks, settings.block_size, settings.attention)
     if device.type == "cuda" and settings.cuda_graphs and runner.replayable_decodes:
@@ -146,8 +148,10 @@ def of_weights(loaded: LoadedModel, dtype: torch.dtype, block_size: int) -> dict
         ),
         "tokenizer_json": loaded.tokenizer_json,
         "chat_template": loaded.chat_template,
+        "tool_chat_template": loaded.tool_chat_template,
         "special_tokens": loaded.special_tokens,
         "add_bos": loaded.add_bos,
+        "embedding_rows": loaded.config.vocab_size,
     }
 
 

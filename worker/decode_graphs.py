@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from worker.attention import AttentionBackend, AttentionMetadata
+from worker.attention.base import AttentionBackend, AttentionMetadata
 from worker.models.llama import LlamaModel
 from worker.step_layout import HostStep
 

@@ -16,8 +16,9 @@ from cluster.settings import WorkerSettings
 from worker.batch import BatchItem
 from worker.emulated_profiles import CostModel, ProfileError, profile_of
 from worker.emulated_text import CHAT_TEMPLATE, END, byte_tokenizer, letters, token_id
-from worker.engine import EngineConfig, EngineCore
-from worker.eviction_choice import parse_eviction
+from worker.engine import EngineCore
+from worker.engine_config import EngineConfig
+from worker.eviction.registry import parse_eviction
 from worker.fingerprint import digest_fields
 from worker.messages import EngineInfo
 from worker.models.config import ModelError

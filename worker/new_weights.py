@@ -11,8 +11,8 @@ import torch
 
 from cluster.settings import WorkerSettings
 from worker.build import of_weights
-from worker.engine import EngineCore, Output
-from worker.messages import EngineInfo
+from worker.engine import EngineCore
+from worker.messages import EngineInfo, Output
 from worker.models import LlamaModel, ModelError
 from worker.runner import TorchRunner
 from worker.tiers.opening import open_folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from worker.engine_config import EngineConfig
-from worker.eviction import BlockUse
+from worker.eviction.base import BlockUse
 from worker.prefix_cache import PrefixCache
 
 

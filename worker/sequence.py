@@ -6,36 +6,11 @@ import enum
 import sys
 from array import array
 
-import msgspec
-
 from cluster.blocks import split_hashes
-from cluster.protocol import Sampling
-from worker.eviction import BlockUse
+from worker.eviction.base import BlockUse
+from worker.messages import EngineRequest
 
 BIG_ENDIAN = sys.byteorder == "big"
-
-
-class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server hands to the engine; travels between their processes as msgpack.
-
-    token_ids       the prompt, `pack_tokens`
-    namespace_root  32 bytes, `Namespace.for_request(adapter, salt).root(secret)`
-    sampling        `seed` is drawn by the server where the client gave none; stop strings are
-                    the server's concern (it cancels), the engine knows end tokens and limits only
-    block_hashes    joined hashes of the prompt's full blocks; b"" lets the engine compute them
-    arrival         when the request arrived, seconds on the caller's clock
-    request_type    kind of work, for eviction by class; "" where nobody said
-    turn            1, 2, … in a conversation, for the same; 0 where nobody said
-    """
-
-    request_id: str
-    token_ids: bytes
-    namespace_root: bytes
-    sampling: Sampling
-    block_hashes: bytes = b""
-    arrival: float = 0.0
-    request_type: str = ""
-    turn: int = 0
 
 
 class Status(enum.Enum):
@@ -66,6 +41,7 @@ class Sequence:
     publishes        whether its further full blocks may enter the cache
     held_for         hash of the block, being computed by another or loaded, that this one waits for
     loaded           whether a load has been begun for it since it was queued
+    isolated         whether it reuses nothing and caches nothing, since its logits were not finite
     due              step of `Decodes` after which it is looked at; 0 while it does not decode
     hit_tokens       prompt tokens reused at the first admission; None before it
     """
@@ -76,6 +52,7 @@ class Sequence:
         "hashes",
         "held_for",
         "hit_tokens",
+        "isolated",
         "limit_tokens",
         "loaded",
         "order",
@@ -114,6 +91,7 @@ class Sequence:
         self.publishes = False
         self.held_for: bytes | None = None
         self.loaded = False
+        self.isolated = False
         self.due = 0
         self.hit_tokens: int | None = None
         self.status = Status.WAITING

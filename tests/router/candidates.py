@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from router.policies import Candidates, Decision, parse_policy
+from router.policies import Candidates, Columns, Decision, parse_policy
 
 
 def candidates(
@@ -18,29 +18,40 @@ def candidates(
     capacity=100,
     **more,
 ) -> Candidates:
-    """Workers with these columns; a column that is not given is 0 (free blocks: all)."""
+    """Workers with these columns; one that is not given is 0 (free blocks: all; room: what is free;
+    keys: the slots)."""
     n = next(len(x) for x in (hit, pending, running, waiting, slots, free) if x is not None)
 
     def column(values):
         return np.array(values if values is not None else [0] * n, dtype=np.int64)
 
-    for name in ("room_blocks", "worker_keys", "pending_pairs"):
-        if name in more:
-            more[name] = column(more[name])
-    for name in ("s_per_token", "s_per_pair"):
-        if name in more:
-            more[name] = np.array(more[name], dtype=np.float64)
-    return Candidates(
-        slots=np.array(slots if slots is not None else range(n), dtype=np.int64),
-        hit_tokens=column(hit),
+    slots = column(slots if slots is not None else range(n))
+    hits, free = column(hit), column(free if free is not None else [capacity] * n)
+    s_per_token, s_per_pair = (
+        np.array(more.pop(name, [0] * n), dtype=np.float64)
+        for name in ("s_per_token", "s_per_pair")
+    )
+    columns = Columns(
+        slots=slots,
         pending_tokens=column(pending),
-        running=column(running),
         waiting=column(waiting),
         batch=column(running) + column(waiting),
-        free_blocks=column(free if free is not None else [capacity] * n),
+        pending_pairs=column(more.pop("pending_pairs", None)),
+        room_blocks=column(more.pop("room_blocks", free)),
+        running=column(running),
+        free_blocks=free,
         capacity_blocks=column([capacity] * n),
+        worker_keys=column(more.pop("worker_keys", slots)),
+        s_per_token=s_per_token,
+        s_per_pair=s_per_pair,
+    )
+    return Candidates(
         prompt_tokens=prompt,
         block_size=more.pop("block_size", 16),
+        chain=more.pop("chain", ()),
+        hit_tokens=hits,
+        best_hit_tokens=max(hits.tolist(), default=0),
+        columns=columns,
         **more,
     )
 

@@ -104,7 +104,7 @@ def test_hits_loads_and_choices_equal_plain_ones(monkeypatch, few, script):
             if found is None:
                 assert not any(ready.values())
                 continue
-            asked = [names[slot] for slot in found.slots.tolist()]
+            asked = [names[slot] for slot in found.columns.slots.tolist()]
             assert asked == [worker for worker in WORKERS if ready[worker]]
             costs = []
             for place, worker in enumerate(asked):
@@ -115,15 +115,15 @@ def test_hits_loads_and_choices_equal_plain_ones(monkeypatch, few, script):
                 pending = load[worker].pending_prefill_tokens + unnamed
                 batch = load[worker].running + len(mine)
                 assert found.hit_tokens[place] == hit
-                assert found.pending_tokens[place] == pending
-                assert found.batch[place] == batch
+                assert found.columns.pending_tokens[place] == pending
+                assert found.columns.batch[place] == batch
                 costs.append((pending + max(1, prompt - hit)) * (batch + 1))
-            assert found.most_hit_tokens == max(found.hit_tokens)
+            assert found.best_hit_tokens == max(found.hit_tokens)
             decision = policy.choose(found, random.Random(number))
             assert decision.costs.tolist() == costs
             assert decision.chosen == plain_choice(costs, found, random.Random(number))
             booking = fleet.book(
-                found.slots.item(decision.chosen),
+                found.columns.slots.item(decision.chosen),
                 f"r{number}",
                 chain,
                 prompt,
@@ -136,7 +136,7 @@ def test_hits_loads_and_choices_equal_plain_ones(monkeypatch, few, script):
 def plain_choice(costs, found, rng) -> int:
     """The tie rule, entry by entry."""
     near = [i for i, cost in enumerate(costs) if cost <= min(costs) + 0.01 * min(costs)]
-    for column in (found.batch.tolist(), found.pending_tokens.tolist()):
+    for column in (found.columns.batch.tolist(), found.columns.pending_tokens.tolist()):
         near = [i for i in near if column[i] == min(column[j] for j in near)]
     return near[0] if len(near) == 1 else near[rng.randrange(len(near))]
 

@@ -208,7 +208,7 @@ def test_the_holders_under_the_guard_say_that_it_left_them_out():
     assert "hotspot guard" in answer.because
     assert dispatcher.place("tiny", PROMPT, "r2").worker != "w003"
     lines = dispatcher._metrics.text().decode().splitlines()
-    name = 'stemroute_decisions_total{policy="locality:guard=1",reason='
+    name = 'stemroute_gateway_decisions_total{policy="locality:guard=1",reason='
     assert f'{name}"guard"}} 1.0' in lines
     assert f'{name}"hit"}} 2.0' in lines
 
@@ -227,7 +227,7 @@ def test_whatever_the_policy_each_worker_has_a_cost_or_a_reason(policy, batches)
 
 def test_a_policy_that_does_not_say_why_it_leaves_a_worker_out():
     def never_the_first(candidates, parameters, state, rng):
-        costs = np.arange(len(candidates.slots), dtype=np.float64)
+        costs = np.arange(len(candidates.columns.slots), dtype=np.float64)
         costs[0] = np.inf
         return Decision(1, costs)
 

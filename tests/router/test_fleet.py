@@ -60,15 +60,15 @@ def test_measured_speeds_and_pairs_reach_the_candidates(fleet):
     fleet.on_report(report("b", load=load))
     booking = fleet.book(slot_of(fleet, "b"), "r", CHAIN, PROMPT, hit_tokens=20)
     found = ask(fleet)
-    assert found.s_per_token.tolist() == [0.0, 1e-4]
-    assert found.s_per_pair.tolist() == [0.0, 1e-8]
+    assert found.columns.s_per_token.tolist() == [0.0, 1e-4]
+    assert found.columns.s_per_pair.tolist() == [0.0, 1e-8]
     # tokens 20 to 40 look at (40² − 20²)/2 pairs
-    assert found.pending_pairs.tolist() == [0, 9000 + 600]
-    assert (found.free_blocks - found.room_blocks).tolist() == [0, 5]
+    assert found.columns.pending_pairs.tolist() == [0, 9000 + 600]
+    assert (found.columns.free_blocks - found.columns.room_blocks).tolist() == [0, 5]
     assert found.chain == CHAIN
     fleet.release(booking)
     fleet.on_card(card("b", epoch=2))
-    assert ask(fleet).s_per_token.tolist() == [0.0, 0.0]
+    assert ask(fleet).columns.s_per_token.tolist() == [0.0, 0.0]
 
 
 def test_a_workers_key_is_the_same_in_every_fleet(fleet):
@@ -77,7 +77,7 @@ def test_a_workers_key_is_the_same_in_every_fleet(fleet):
         fleet.on_card(card(name))
     for name in ("b", "a"):
         other.on_card(card(name))
-    mine, theirs = ask(fleet).worker_keys.tolist(), ask(other).worker_keys.tolist()
+    mine, theirs = ask(fleet).columns.worker_keys.tolist(), ask(other).columns.worker_keys.tolist()
     assert mine == theirs[::-1]
     assert mine[0] != mine[1]
 
@@ -106,14 +106,14 @@ def test_requests_in_flight_that_share_what_is_held_are_told(fleet):
     other = CHAIN[:1] + chain_of(range(100, 116))
     bookings = [fleet.book(slot_of(fleet, "w1"), f"r{i}", other, PROMPT, 0) for i in range(3)]
     found = ask(fleet)
-    assert (found.in_flight, found.sharing, found.best_hit) == (3, 3, BLOCK_SIZE)
+    assert (found.in_flight, found.sharing, found.best_hit_tokens) == (3, 3, BLOCK_SIZE)
     bookings.append(fleet.book(slot_of(fleet, "w0"), "r3", CHAIN, PROMPT, 0))
     found = ask(fleet)  # that one brings all the others of the prompt, which no other request has
-    assert (found.in_flight, found.sharing, found.best_hit) == (4, 1, PROMPT - BLOCK_SIZE)
+    assert (found.in_flight, found.sharing, found.best_hit_tokens) == (4, 1, PROMPT - BLOCK_SIZE)
     for booking in bookings:
         fleet.release(booking)
     found = ask(fleet)
-    assert (found.in_flight, found.sharing, found.best_hit) == (0, 0, BLOCK_SIZE)
+    assert (found.in_flight, found.sharing, found.best_hit_tokens) == (0, 0, BLOCK_SIZE)
 
 
 def test_a_request_that_fails_takes_its_expected_blocks_along(fleet):
@@ -129,14 +129,14 @@ def test_a_new_epoch_forgets_blocks_and_load(fleet):
     fleet.on_card(card("a", epoch=2))
     assert hits(fleet) == {"a": 0}
     # a flush in the same process: what is on its way there still arrives
-    assert ask(fleet).pending_tokens.tolist() == [20]
+    assert ask(fleet).columns.pending_tokens.tolist() == [20]
     fleet.on_report(report("a", epoch=1, stored=CHAIN, load=Load(running=7)))  # late
     fleet.on_snapshot("a", 1, CHAIN)
     fleet.on_card(card("a", epoch=1, state="failed"))
     assert hits(fleet) == {"a": 0}
-    assert ask(fleet).running.tolist() == [0]
+    assert ask(fleet).columns.running.tolist() == [0]
     fleet.on_card(card("a", epoch=3, address="http://elsewhere.invalid:1"))
-    assert ask(fleet).batch.tolist() == [0]
+    assert ask(fleet).columns.batch.tolist() == [0]
     fleet.release(booking)
 
 
@@ -155,7 +155,7 @@ def test_a_gone_worker_leaves_nothing_and_its_slot_is_used_again(fleet):
     assert slot_of(fleet, "c") == slot
     assert hits(fleet) == {"b": 0, "c": 0}
     fleet.release(booking)
-    assert ask(fleet).batch.tolist() == [0, 0]
+    assert ask(fleet).columns.batch.tolist() == [0, 0]
     assert fleet.in_flight == 0
 
 
@@ -217,16 +217,26 @@ def test_many_workers_keep_their_own_rows(fleet):
             report(f"w{number:02}", load=Load(running=number), stored=CHAIN[: number % 9])
         )
     found = ask(fleet)
-    assert found.running.tolist() == list(range(70))
+    assert found.columns.running.tolist() == list(range(70))
     assert found.hit_tokens.tolist() == [4 * (n % 9) for n in range(70)]
 
 
-def test_the_listener_hears_of_epochs_and_states(fleet):
+def test_listeners_are_told_of_epochs_and_states(fleet):
     heard = []
-    fleet.listener = lambda: heard.append(len(heard))
+    fleet.changed.subscribe(lambda: heard.append(len(heard)))
     fleet.on_card(card("a"))
     fleet.on_report(report("a"))
     assert len(heard) == 1
     fleet.on_report(report("a", state="draining"))
     fleet.on_gone("a", "left")
     assert len(heard) == 3
+
+
+def test_a_listener_that_has_unsubscribed_is_told_nothing_more(fleet):
+    heard = []
+    unsubscribe = fleet.room.subscribe(lambda: heard.append("first"))
+    fleet.room.subscribe(lambda: heard.append("second"))
+    fleet.on_card(card("a"))
+    unsubscribe()
+    fleet.on_report(report("a"))
+    assert heard == ["first", "second", "second"]

@@ -21,21 +21,21 @@ def test_load_is_the_last_report_plus_own_requests_that_no_report_has_named(flee
     first = fleet.book(slot, "r1", CHAIN, PROMPT, hit_tokens=0)
     second = fleet.book(slot, "r2", CHAIN, PROMPT, hit_tokens=36)
     found = ask(fleet)
-    assert found.pending_tokens.tolist() == [100 + 40 + 4]
-    assert (found.running.tolist(), found.waiting.tolist()) == ([2], [3])
-    assert found.batch.tolist() == [5]
-    assert found.free_blocks.tolist() == [50]
+    assert found.columns.pending_tokens.tolist() == [100 + 40 + 4]
+    assert (found.columns.running.tolist(), found.columns.waiting.tolist()) == ([2], [3])
+    assert found.columns.batch.tolist() == [5]
+    assert found.columns.free_blocks.tolist() == [50]
 
     fleet.on_report(report("a", load=Load(pending_prefill_tokens=140, waiting=1), received=["r1"]))
-    assert ask(fleet).pending_tokens.tolist() == [140 + 4]
-    assert ask(fleet).batch.tolist() == [2]
+    assert ask(fleet).columns.pending_tokens.tolist() == [140 + 4]
+    assert ask(fleet).columns.batch.tolist() == [2]
     fleet.release(second)  # failed before any report named it
-    assert ask(fleet).pending_tokens.tolist() == [140]
+    assert ask(fleet).columns.pending_tokens.tolist() == [140]
     fleet.release(first)
     fleet.release(first)
-    assert ask(fleet).batch.tolist() == [1]
+    assert ask(fleet).columns.batch.tolist() == [1]
     fleet.on_report(report("a", load=Load()))
-    assert ask(fleet).batch.tolist() == [0]
+    assert ask(fleet).columns.batch.tolist() == [0]
     assert fleet.requests_total == 2
 
 
@@ -43,12 +43,12 @@ def test_two_requests_with_one_id_count_as_the_later(fleet):
     fleet.on_card(card("a"))
     first = fleet.book(slot_of(fleet, "a"), "r", CHAIN, PROMPT, hit_tokens=0)
     second = fleet.book(slot_of(fleet, "a"), "r", CHAIN, PROMPT, hit_tokens=36)
-    assert ask(fleet).batch.tolist() == [1]
+    assert ask(fleet).columns.batch.tolist() == [1]
     fleet.check()
     fleet.release(first)
     fleet.check()
     fleet.release(second)
-    assert ask(fleet).batch.tolist() == [0]
+    assert ask(fleet).columns.batch.tolist() == [0]
     fleet.check()
 
 
@@ -57,11 +57,11 @@ def test_load_holds_while_no_report_comes(fleet):
     bookings = [
         fleet.book(slot_of(fleet, "a"), f"r{i}", CHAIN, PROMPT, hit_tokens=0) for i in range(5)
     ]
-    assert ask(fleet).batch.tolist() == [5]
+    assert ask(fleet).columns.batch.tolist() == [5]
     for booking in bookings:
         fleet.release(booking)
-    assert ask(fleet).batch.tolist() == [0]
-    assert ask(fleet).pending_tokens.tolist() == [0]
+    assert ask(fleet).columns.batch.tolist() == [0]
+    assert ask(fleet).columns.pending_tokens.tolist() == [0]
 
 
 def test_how_long_requests_stay_is_told_from_those_of_the_model_that_are_in_flight(fleet, clock):
@@ -146,9 +146,9 @@ def test_whatever_happens_no_load_leaks(script, chance):
         elif action == "book":
             found = fleet.candidates("tiny", CHAIN[:first], first * 4)
             if found is not None:
-                place = who % len(found.slots)
+                place = who % len(found.columns.slots)
                 booking = fleet.book(
-                    int(found.slots[place]),
+                    int(found.columns.slots[place]),
                     f"r{number}",
                     CHAIN[:first],
                     first * 4,

@@ -7,7 +7,8 @@ from cluster.protocol import Sampling
 from worker.batch import BatchItem, check_sampled
 from worker.block_pool import InvariantError
 from worker.decodes import Decodes
-from worker.sequence import EngineRequest, Sequence, Status
+from worker.messages import EngineRequest
+from worker.sequence import Sequence, Status
 
 BLOCK = 4
 

@@ -22,7 +22,7 @@ from worker.emulated_profiles import (
     profile_of,
 )
 from worker.emulator import EmulatedRunner
-from worker.engine import EngineRequest
+from worker.messages import EngineRequest
 from worker.models import ModelError
 
 

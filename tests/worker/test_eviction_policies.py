@@ -9,10 +9,11 @@ from cluster.blocks import hash_blocks, pack_tokens
 from tests.worker.recording_runner import Rig
 from tests.worker.test_eviction import play, true_leaves
 from worker.block_pool import BlockPool
-from worker.eviction import BlockUse
-from worker.eviction_choice import POLICIES, parse_eviction
-from worker.eviction_orders import Lfu, Ttl
-from worker.eviction_workload import MAX_CLASSES, MEMORY, ReuseFit, WorkloadAware
+from worker.eviction.base import BlockUse
+from worker.eviction.lfu import Lfu
+from worker.eviction.registry import POLICIES, parse_eviction
+from worker.eviction.ttl import Ttl
+from worker.eviction.workload_aware import MAX_CLASSES, MEMORY, ReuseFit, WorkloadAware
 from worker.leaf_heap import LeafHeap
 from worker.prefix_cache import PrefixCache
 

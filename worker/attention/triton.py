@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from worker.attention import AttentionBackend, AttentionMetadata, write_kv
+from worker.attention.base import AttentionBackend, AttentionMetadata, write_kv
 from worker.attention.triton_kernels import join_splits, paged_attention
 from worker.staging import upload
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import rms_norm, silu
 
-from worker.attention import AttentionBackend
+from worker.attention.base import AttentionBackend
 from worker.models.config import ModelConfig, UnsupportedModel
 from worker.models.linear import Linear, Projection, quickest
 

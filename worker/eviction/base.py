@@ -1,19 +1,9 @@
-"""Which cached block goes when a block is needed: the policies' interface, and LRU.
-
-The cache may only lose *leaves*: cached blocks that nobody references and that no cached block
-continues. Then what is cached stays prefix-closed whatever the policy. The cache tells its policy
-which blocks are leaves, as they change; a policy orders them by what it knows of their use.
-
-`lru` is here, `lfu` and `ttl` in `eviction_orders`, `workload_aware` in `eviction_workload`;
-`eviction_choice` knows all by name.
-"""
+"""The interface between the prefix cache and an eviction policy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
-
-from worker.block_pool import BlockPool
 
 
 class BlockUse(NamedTuple):
@@ -64,35 +54,3 @@ class EvictionPolicy(Protocol):
     def clear(self) -> None:
         """No block is cached any more."""
         ...
-
-
-class Lru:
-    """Evict what was released longest ago.
-
-    The pool's list of kept blocks already is that order, and its head always is a leaf: a sequence
-    references its whole cached prefix and releases it deepest block first, so a block lies behind
-    everything that continues it. Hence no state and O(1).
-    """
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-
-    def used(self, blocks: Sequence[int], use: BlockUse) -> None:
-        """Nothing to note: releasing the blocks puts them last."""
-
-    def leaf(self, block: int) -> None:
-        """Nothing to note."""
-
-    def withdrawn(self, block: int) -> None:
-        """Nothing to note."""
-
-    def victim(self, now: float) -> int:
-        """The oldest kept block."""
-        return self._pool.oldest_kept()
-
-    def expired(self, now: float) -> int:
-        """Nothing expires."""
-        return 0
-
-    def clear(self) -> None:
-        """Nothing to forget."""

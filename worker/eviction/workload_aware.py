@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence
 
 from worker.block_pool import BlockPool
-from worker.eviction import BlockUse
+from worker.eviction.base import BlockUse
 from worker.leaf_heap import LeafHeap
 
 MAX_CLASSES = 64

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from worker.block_pool import BlockPool
-from worker.eviction import EvictionPolicy, Lru
-from worker.eviction_orders import Lfu, Ttl
-from worker.eviction_workload import WorkloadAware
+from worker.eviction.base import EvictionPolicy
+from worker.eviction.lfu import Lfu
+from worker.eviction.lru import Lru
+from worker.eviction.ttl import Ttl
+from worker.eviction.workload_aware import WorkloadAware
 
 MakePolicy = Callable[[BlockPool], EvictionPolicy]
 

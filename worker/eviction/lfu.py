@@ -1,4 +1,4 @@
-"""Eviction policies that order all leaves by one key: `lfu` and `ttl`."""
+"""`lfu`: evict the block that was used least often."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 
 from worker.block_pool import BlockPool
-from worker.eviction import BlockUse
+from worker.eviction.base import BlockUse
 from worker.leaf_heap import LeafHeap
 
 
@@ -56,44 +56,3 @@ class Lfu:
         for counts in (self._uses, self._ranks):
             counts[:] = array("q", bytes(8 * len(counts)))
         self._floor = 0
-
-
-class Ttl:
-    """Evict what was of use longest ago, and whatever was of no use for `ttl_s` seconds.
-
-    A block is never older than what continues it, so a chain expires from its end.
-    """
-
-    def __init__(self, pool: BlockPool, ttl_s: float) -> None:
-        """Raises ValueError unless `ttl_s` is above 0."""
-        if not ttl_s > 0:
-            raise ValueError(f"ttl_s must be above 0 seconds, got {ttl_s:g}")
-        self.ttl_s = ttl_s
-        self._pool = pool
-        self._heap: LeafHeap[tuple[float]] = LeafHeap()
-
-    def used(self, blocks: Sequence[int], use: BlockUse) -> None:
-        """Nothing to note: the pool keeps the time."""
-
-    def leaf(self, block: int) -> None:
-        """By the time of its last use."""
-        self._heap.push(block, (self._pool.last_used[block],))
-
-    def withdrawn(self, block: int) -> None:
-        """It is of use again."""
-        self._heap.discard(block)
-
-    def victim(self, now: float) -> int:
-        """The leaf unused for longest."""
-        return self._heap.pop()
-
-    def expired(self, now: float) -> int:
-        """The leaf unused for longest, where that is at least `ttl_s`."""
-        oldest = self._heap.least()
-        if oldest is None or now - oldest.key[0] < self.ttl_s:
-            return 0
-        return self._heap.pop()
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._heap.clear()
