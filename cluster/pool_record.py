@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
-from cluster.bus import BusKeys, connect
+from cluster.bus import BusKeys
+from cluster.redis_client import connect
 
 
 class GivenWeights(msgspec.Struct, frozen=True, kw_only=True):
