@@ -7,6 +7,7 @@ Keys of a pool share a hash tag, so that one script covers them also on Redis Cl
     stem:{<pool>}:blocks:<id>:<epoch>   set     hashes cached now on the device
       …:cpu, …:disk                     sets    the same of a worker's cold tiers, if it has any
     stem:{<pool>}:events                stream  one Report (msgpack) an entry, field "r"
+    stem:{<pool>}:weights               hash    see `cluster.pool_record`
     stem:{<pool>}:writable              string  written by routers to see whether Redis takes writes
 
 `PUBLISH` changes the set, the card's sequence and the stream in one atomic step. It first

@@ -45,6 +45,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     host                 interface to listen on
     port                 port to listen on; 0 takes a free one
+    processes            processes that serve the port together; limits below hold for each of them
     policy               name of the routing policy, with parameters: "locality",
                          "consistent_hash:bound=1.25"
     shadow               policies to evaluate on live traffic without using them, such as
@@ -70,6 +71,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     host: str = "127.0.0.1"
     port: int = 8000
+    processes: Annotated[int, msgspec.Meta(ge=1)] = 1
     policy: str = "locality"
     shadow: str = ""
     api_key: str = ""

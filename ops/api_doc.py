@@ -216,6 +216,9 @@ ERRORS = [
         "worker_unreachable", "503", SERVICE_UNAVAILABLE, "the worker did not accept a connection"
     ),
     ErrorCode(
+        "process_unreachable", "503", _SERVER, "another process of this gateway did not answer"
+    ),
+    ErrorCode(
         "no_tokenizer", "503", SERVICE_UNAVAILABLE, "no worker sent the tokenizer of the model"
     ),
     ErrorCode(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 
 import aiohttp
 import msgspec
@@ -122,6 +123,21 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[WorkerView]
 
 
+@contextlib.asynccontextmanager
+async def _flush_timeout() -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(FLUSH_TIMEOUT_S):
+            yield
+    except TimeoutError as error:
+        raise RequestError(
+            f"not every worker began a new epoch within {FLUSH_TIMEOUT_S:g} s: see "
+            "/admin/fleet and /ready for those that do not report",
+            status=504,
+            type="server_error",
+            code="flush_timeout",
+        ) from error
+
+
 class Admin:
     """Handlers of `/admin`."""
 
@@ -169,32 +185,24 @@ class Admin:
 
     async def flush(self, request: Request) -> Response:
         """Flush every worker, and wait until this gateway's index knows it."""
-        try:
-            async with asyncio.timeout(FLUSH_TIMEOUT_S):
-                epochs = dict(
-                    await asyncio.gather(
-                        *(
-                            self._flush_worker(member.card.worker, member.card.address)
-                            for member in self._fleet.members()
-                            if member.state in ("ready", "draining")
-                        )
+        async with _flush_timeout():
+            epochs = dict(
+                await asyncio.gather(
+                    *(
+                        self._flush_worker(member.card.worker, member.card.address)
+                        for member in self._fleet.members()
+                        if member.state in ("ready", "draining")
                     )
                 )
-                while True:
-                    # cleared before looking: a change in between is not missed
-                    self._changed.clear()
-                    if not self._outdated(epochs):
-                        break
-                    await self._changed.wait()
-        except TimeoutError as error:
-            raise RequestError(
-                f"not every worker began a new epoch within {FLUSH_TIMEOUT_S:g} s: see "
-                "/admin/fleet and /ready for those that do not report",
-                status=504,
-                type="server_error",
-                code="flush_timeout",
-            ) from error
+            )
+            await self._know(epochs)
         return json_response(FlushAnswer(epochs))
+
+    async def await_flush(self, request: Request) -> Response:
+        """Wait until this gateway's index knows the epochs of a FlushAnswer in the body."""
+        async with _flush_timeout():
+            await self._know(msgspec.json.decode(request.body, type=FlushAnswer).workers)
+        return json_response({})
 
     async def get_fleet(self, request: Request) -> Response:
         return json_response(self.view())
@@ -267,6 +275,15 @@ class Admin:
                 )
             )
         return views
+
+    async def _know(self, epochs: dict[str, int]) -> None:
+        """Wait until the index has every worker's new epoch."""
+        while True:
+            # cleared before looking: a change in between is not missed
+            self._changed.clear()
+            if not self._outdated(epochs):
+                return
+            await self._changed.wait()
 
     def _outdated(self, epochs: dict[str, int]) -> list[str]:
         """Workers that are here and whose new epoch is not yet known."""

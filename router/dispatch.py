@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Collection
-from typing import NamedTuple
+
+import msgspec
 
 from router.explaining import Explanation, explain, reason_of
 from router.fleet import Fleet
@@ -17,7 +18,7 @@ from router.shadow import Shadows
 from router.tokenization import Prompt
 
 
-class Placement(NamedTuple):
+class Placement(msgspec.Struct, frozen=True, eq=False):
     """Where a request goes, and what was known when that was decided."""
 
     worker: str

@@ -17,18 +17,17 @@ import msgspec
 from cluster.bus_status import BusStatus
 from cluster.metric_definition import CONTENT_TYPE
 from cluster.protocol import ModelInfo, WorkerCard, pool_token
-from cluster.settings import Settings
+from cluster.settings import GatewaySettings, Settings
 from router.admin import Admin
 from router.admission import Admission, no_worker
 from router.background import SWITCH_INTERVAL_S, Background
+from router.combined import Combined
+from router.counts import ConnectionCounts, RequestCounts
 from router.dispatch import Dispatcher
 from router.edge import (
     Edge,
     Route,
-    body_too_large,
     json_response,
-    malformed,
-    too_many_connections,
 )
 from router.fleet import Fleet
 from router.forwarding import Forwarder
@@ -47,6 +46,7 @@ from router.policies import parse_policy
 from router.readiness import ReadyView, readiness
 from router.serving import Serving
 from router.shadow import Shadows, parse_shadows
+from router.siblings import Siblings
 from router.tokenization import Tokenization
 from router.worker_admin import WorkerAdmin
 from router.worker_connections import WorkerConnections
@@ -98,6 +98,7 @@ class Gateway:
 
     follower_factory   makes what feeds the fleet; the default follows Redis
     drain_s            answers under way may take so long to end at `stop`
+    siblings           where the gateway has several processes, this one among them
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Gateway:
         follower_factory: Callable[[Fleet], BusFollower] | None = None,
         *,
         drain_s: float = DRAIN_S,
+        siblings: Siblings | None = None,
     ) -> None:
         self.settings = settings
         self.fleet = Fleet(max_pairs=settings.gateway.index_max_pairs)
@@ -122,6 +124,7 @@ class Gateway:
         )
         self.admission: Admission
         self._drain_s = drain_s
+        self._siblings = siblings
         self._started_at = int(time.time())
         self._following: asyncio.Task[None] | None = None
         self._cleanup = contextlib.AsyncExitStack()
@@ -179,25 +182,18 @@ class Gateway:
         )
         self._following = asyncio.create_task(self._follower.run(), name="bus follower")
         self._cleanup.push_async_callback(self._stop_following, self._following)
-        edge = self._edge()
-        self._server = HttpServer(
-            admit=edge.admit,
-            answer=edge.answer,
-            malformed=malformed,
-            too_large=body_too_large(settings.max_body_bytes),
-            max_body_bytes=settings.max_body_bytes,
-            full=too_many_connections(settings.max_connections),
-            max_connections=settings.max_connections,
-            write_timeout_s=settings.write_timeout_s,
-            counts=self.metrics.connections,
-        )
+        edge = Edge(settings, self.metrics.requests)
+        edge.add(await self._routes())
+        self._server = _server(edge, settings, self.metrics.connections)
         self.metrics.expose(OPEN_CONNECTIONS, lambda: len(self._server.connections))
-        host, port = await self._server.start(settings.host, settings.port)
+        host, port = await self._server.start(
+            settings.host, settings.port, shared=self._siblings is not None
+        )
         self._cleanup.push_async_callback(self._server.stop, self._drain_s)
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    def _edge(self) -> Edge:
-        edge = Edge(self.settings.gateway, self.metrics.requests)
+    async def _routes(self) -> list[Route]:
+        """What clients are answered. With siblings, this process listens for them from now on."""
         admin = Admin(
             self.settings.pool,
             self.fleet,
@@ -206,21 +202,29 @@ class Gateway:
             self._bus_status,
             self._tokenization.encoder_infos,
         )
-        edge.add(
-            [
-                Route("POST", "/v1/chat/completions", self._chat),
-                Route("POST", "/v1/completions", self._completion),
-                Route("GET", "/v1/models", self._models),
-                Route("GET", "/v1/models/{model}", self._model),
-                Route("GET", "/health", self._health),
-                Route("GET", "/ready", self._ready),
-                Route("GET", "/metrics", self._metrics),
-                Route("POST", "/admin/explain", self._explain),
-                *admin.routes(),
-                *WorkerAdmin(self.fleet, self._session).routes(),
-            ]
-        )
-        return edge
+        routes = [
+            Route("POST", "/v1/chat/completions", self._chat),
+            Route("POST", "/v1/completions", self._completion),
+            Route("GET", "/v1/models", self._models),
+            Route("GET", "/v1/models/{model}", self._model),
+            Route("GET", "/health", self._health),
+            Route("GET", "/ready", self._ready),
+            Route("GET", "/metrics", self._metrics),
+            Route("POST", "/admin/explain", self._explain),
+            *admin.routes(),
+            *WorkerAdmin(self.fleet, self._session).routes(),
+        ]
+        if self._siblings is None:
+            return routes
+        self._cleanup.push_async_callback(self._siblings.close)
+        combined = Combined(self._siblings, routes, admin.await_flush)
+        settings = self.settings.gateway
+        private = Edge(settings, RequestCounts())
+        private.add(combined.private_routes())
+        server = _server(private, settings, ConnectionCounts())
+        await server.start_unix(self._siblings.socket_path)
+        self._cleanup.push_async_callback(server.stop, self._drain_s)
+        return combined.routes()
 
     def _redis_follower(self, fleet: Fleet) -> BusFollower:
         from cluster.follower import Follower
@@ -313,6 +317,15 @@ class Gateway:
         return msgspec.structs.replace(status, connected=False, stale=True, reason=reason)
 
 
+def _server(edge: Edge, settings: GatewaySettings, counts: ConnectionCounts) -> HttpServer:
+    return HttpServer(
+        edge.service(),
+        max_connections=settings.max_connections,
+        write_timeout_s=settings.write_timeout_s,
+        counts=counts,
+    )
+
+
 def _headers_to_workers(secret: str) -> dict[str, str]:
     """Headers of every request to a worker: uncompressed answers, and the pool's token."""
     token = pool_token(secret)
@@ -322,9 +335,17 @@ def _headers_to_workers(secret: str) -> dict[str, str]:
     return headers
 
 
-async def serve_gateway(settings: Settings, *, ready: Callable[[str], None] | None = None) -> None:
-    """Serve until cancelled. `ready` is called with the base URL once the port is bound."""
-    gateway = Gateway(settings)
+async def serve_gateway(
+    settings: Settings,
+    *,
+    ready: Callable[[str], None] | None = None,
+    siblings: Siblings | None = None,
+) -> None:
+    """Serve until cancelled. `ready` is called with the base URL once the port is bound.
+
+    siblings   where the gateway has several processes, this one among them
+    """
+    gateway = Gateway(settings, siblings=siblings)
     await gateway.start()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.freeze()  # modules and such stay: never look through them

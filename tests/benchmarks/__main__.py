@@ -28,6 +28,7 @@ BENCHMARKS = {
         "decode_vs_llamacpp",
         "streaming_engine_rate",
         "gateway_vs_smg",
+        "http_server",
         "simulate_speed",
         "fidelity",
     )

@@ -31,6 +31,7 @@ from cluster.protocol import (
 from cluster.settings import GatewaySettings, Settings
 from router.fleet import Fleet
 from router.gateway import Gateway
+from router.siblings import Siblings
 
 BLOCK_SIZE = 4
 NAMESPACE = Namespace(
@@ -267,9 +268,9 @@ def event(text: str) -> bytes:
 class Rig:
     """A gateway with fake workers, and a client."""
 
-    def __init__(self, workers: int = 1, **gateway) -> None:
+    def __init__(self, workers: int = 1, siblings: Siblings | None = None, **gateway) -> None:
         settings = Settings(gateway=GatewaySettings(**{"port": 0, **gateway}))
-        self.gateway = Gateway(settings, FakeFollower, drain_s=0.2)
+        self.gateway = Gateway(settings, FakeFollower, drain_s=0.2, siblings=siblings)
         self.workers = [FakeWorker(f"w{number}") for number in range(workers)]
         self.arrivals: asyncio.Queue[str] = asyncio.Queue()
         for worker in self.workers:
