@@ -30,8 +30,8 @@ class PoolRecord:
     Redis cannot be used."""
 
     def __init__(self, redis_url: str, pool: str, *, timeout_s: float) -> None:
-        self._redis = connect(redis_url, timeout_s=timeout_s)
         self._keys = BusKeys(pool)
+        self._redis = connect(redis_url, timeout_s=timeout_s, key=self._keys.workers)
         self._weights = self._keys.prefix + "weights"
 
     async def weights(self, configured: str) -> GivenWeights | None:
