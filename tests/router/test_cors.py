@@ -37,17 +37,21 @@ async def test_an_admitted_page_may_ask_and_read_the_headers(origins):
 
 @pytest.mark.parametrize("origins", ["", "https://a.example"])
 async def test_other_pages_get_no_permission(origins):
-    async with Rig(cors_origins=origins) as rig:
-        async with rig.http.options("/v1/completions", headers=ASKS) as answer:
-            assert answer.status == 405
-            assert "Access-Control-Allow-Origin" not in answer.headers
+    async with (
+        Rig(cors_origins=origins) as rig,
+        rig.http.options("/v1/completions", headers=ASKS) as answer,
+    ):
+        assert answer.status == 405
+        assert "Access-Control-Allow-Origin" not in answer.headers
 
 
 async def test_admin_is_never_open_to_pages():
-    async with Rig(cors_origins="*") as rig:
-        async with rig.http.options("/admin/policy", headers=ASKS) as answer:
-            assert answer.status in (403, 405)
-            assert "Access-Control-Allow-Origin" not in answer.headers
+    async with (
+        Rig(cors_origins="*") as rig,
+        rig.http.options("/admin/policy", headers=ASKS) as answer,
+    ):
+        assert answer.status in (403, 405)
+        assert "Access-Control-Allow-Origin" not in answer.headers
 
 
 async def test_unknown_fields_are_named_in_every_answer():
