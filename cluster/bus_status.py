@@ -9,7 +9,8 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How following the bus goes.
 
     connected   the last read of Redis worked
-    stale       what is known may be out of date, for `reason` (words)
+    stale       what is known may be out of date, for `reason` (words): Redis cannot be read, or no
+                worker reports
     reports     applied since the start
     gaps        holes found in a worker's sequence
     disagreements   reports of another number of blocks than was known after them
@@ -18,6 +19,8 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     unreadable  messages that could not be decoded
     refused     worker -> why it is not used
     report_ages_s   worker -> seconds since its last report
+    kept        workers whose lease has lapsed, and which answer when they are asked
+    warning     what threatens the bus, in words; "" where nothing does
     """
 
     connected: bool
@@ -31,3 +34,5 @@ class BusStatus(msgspec.Struct, frozen=True, kw_only=True):
     unreadable: int
     refused: dict[str, str]
     report_ages_s: dict[str, float]
+    kept: list[str]
+    warning: str

@@ -207,6 +207,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     tool_chat_template   for chats with tools, "" where `chat_template` serves these too
     special_tokens   such as {"bos_token": "<s>", "eos_token": "</s>"}, given to the template
     add_bos          whether completions (not chats) begin with the bos token
+    embedding_rows   token ids are below this; 0: not known, the tokenizer's vocabulary counts
     """
 
     model: str
@@ -217,6 +218,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens: int
     add_bos: bool = False
     tool_chat_template: str = ""
+    embedding_rows: int = 0
 
 
 class BlockList(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from cluster.redis_address import RedisAddressError, parse_redis_url, with_password
+
 ENV_PREFIX = "STEMROUTE_"
 
 
@@ -43,6 +45,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     host                 interface to listen on
     port                 port to listen on; 0 takes a free one
+    processes            processes that serve the port together; limits below hold for each of them
     policy               name of the routing policy, with parameters: "locality",
                          "consistent_hash:bound=1.25"
     shadow               policies to evaluate on live traffic without using them, such as
@@ -68,6 +71,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     host: str = "127.0.0.1"
     port: int = 8000
+    processes: Annotated[int, msgspec.Meta(ge=1)] = 1
     policy: str = "locality"
     shadow: str = ""
     api_key: str = ""
@@ -171,13 +175,20 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole tree.
 
-    pool        workers and gateways of one pool see each other
-    redis_url   "" lets `stemroute up` start an embedded Valkey
-    secret      of the pool: goes into every block hash; the same for workers and gateways
+    pool            workers and gateways of one pool see each other; `stemroute up` makes up a name
+                    of its own where this is "default"
+    redis_url       redis://[user:password@]host:port[/db], with Sentinels
+                    redis+sentinel://[user:password@]host:port[,host:port]/service[/db], several
+                    nodes of a Redis Cluster redis://host:port,host:port; `rediss` is TLS; user and
+                    password are percent-encoded; "" lets `stemroute up` start an embedded Valkey
+    redis_password  takes the place of the URL's password, and is not percent-encoded
+    secret          of the pool: goes into every block hash; the same for workers and gateways;
+                    `stemroute up` makes one up where there is none
     """
 
     pool: str = "default"
     redis_url: str = ""
+    redis_password: str = ""
     secret: str = ""
     bus: BusSettings = BusSettings()
     gateway: GatewaySettings = GatewaySettings()
@@ -193,6 +204,7 @@ def load_settings(
     """Merge file, environment and flags.
 
     `flags` maps dotted names ("gateway.port") to values; None means "not given".
+    `redis_url` has `redis_password` in it afterwards, percent-encoded.
     Raises SettingsError for an unknown name or a wrong type, naming where it came from.
     """
     tree: dict[str, Any] = {}
@@ -213,7 +225,18 @@ def load_settings(
         if value is not None:
             _put(tree, dotted.split("."), value)
             _convert(tree, f"flag {dotted}")
-    return _convert(tree, "settings")
+    return _with_redis_password(_convert(tree, "settings"))
+
+
+def _with_redis_password(settings: Settings) -> Settings:
+    if not settings.redis_url:
+        return msgspec.structs.replace(settings, redis_password="")
+    try:
+        parse_redis_url(settings.redis_url)
+        url = with_password(settings.redis_url, settings.redis_password)
+    except RedisAddressError as error:
+        raise SettingsError(f"redis_url (STEMROUTE_REDIS_URL): {error}") from None
+    return msgspec.structs.replace(settings, redis_url=url, redis_password="")
 
 
 def _path_of_variable(name: str) -> list[str] | None:

@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 import httpx
 import msgspec
 import redis.asyncio as aioredis
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from cluster.blocks import Namespace, split_hashes
 from cluster.bus import BusKeys
+from cluster.card_check import card_problem
 from cluster.follower import NO_ENTRY, stream_entries
-from cluster.following import card_problem
 from cluster.protocol import PROTOCOL_VERSION, BlockList, WorkerCard
+from cluster.redis_client import trouble
+from cluster.redis_memory import MemoryWatch
 from cluster.settings import Settings
 from ops.links import Broken, Skip, Step, settled
 
@@ -72,6 +74,7 @@ class BusLinks:
         """The links in order; each builds on those before it."""
         return [
             Step("redis", self._redis_link),
+            Step("writes", self._writes_link),
             Step("cards", self._cards_link),
             Step("versions", self._versions_link),
             Step("digests", self._digests_link),
@@ -111,14 +114,32 @@ class BusLinks:
             info = await self._client.info("server")
         except (RedisError, OSError, TimeoutError) as error:
             raise Broken(
-                f"Redis cannot be reached ({error})",
-                "start it, or correct host, port and password in STEMROUTE_REDIS_URL",
+                trouble(error),
+                "start it, or correct host, port and password (STEMROUTE_REDIS_URL, "
+                "STEMROUTE_REDIS_PASSWORD)",
             ) from error
         version = str(info.get("valkey_version") or info["redis_version"])
         if int(version.split(".")[0]) < 7:
             raise Broken(f"Redis {version} is too old", "use Redis 7, Valkey 7 or newer")
         self._redis_answers = True
         return f"version {version} answers"
+
+    async def _writes_link(self) -> str:
+        try:
+            await self._redis.set(self._keys.writable, b"1", px=1000)
+        except ResponseError as error:
+            raise Broken(
+                trouble(error),
+                "reports do not get through until Redis takes writes: workers go on serving, but "
+                "gateways no longer learn of their load and caches",
+            ) from error
+        memory = MemoryWatch()
+        with contextlib.suppress(NoPermissionError):
+            memory.look({"evicted_keys": 0}, 0.0)
+            memory.look(await self._redis.info("memory", "stats"), 0.0)
+        if memory.warning:
+            raise Broken(memory.warning, "CONFIG SET maxmemory, or another Redis for this pool")
+        return "Redis takes writes, and evicts nothing"
 
     async def _cards_link(self) -> str:
         for raw in sorted(await self._redis.smembers(self._keys.workers)):
@@ -223,6 +244,11 @@ class BusLinks:
             health = await self._workers.get(f"{card.address}/health")
             if health.status_code != 200:
                 raise Broken(f"{card.worker} is not well: {health.text}", f"restart {card.worker}")
+            if unpublished := _bus_trouble(health):
+                raise Broken(
+                    f"{card.worker} cannot publish: {unpublished}",
+                    "its requests are answered; let Redis take its reports",
+                )
             self._reached.add(card.worker)
         return f"{len(self.usable)} reached and well"
 
@@ -270,6 +296,13 @@ class BusLinks:
     def _need_blocks(self) -> None:
         if not self.usable or len(self._reached) < len(self.usable):
             raise Skip("not every worker was reached")
+
+
+def _bus_trouble(health: httpx.Response) -> str:
+    """Why the worker cannot publish, by its own word; "" where it can."""
+    with contextlib.suppress(ValueError, AttributeError):
+        return str(health.json().get("bus", ""))
+    return ""
 
 
 def _announced(worker: str, fields: dict[bytes, bytes]) -> Announced:

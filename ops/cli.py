@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
 from cluster.settings import Settings, SettingsError, load_settings
 from ops.console import Config, fail, out, say
+from ops.gateway_processes import LOG_FORMAT, GatewayProcessError, GatewayProcesses
 from ops.pool_cli import add_commands
+from ops.signals import interrupt_on_signals, until_signal
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -79,7 +79,7 @@ def up(
         "redis_url": redis_url,
     }
     settings = _with_gpus(load_settings(config, flags=flags))
-    _stop_on_signals()
+    interrupt_on_signals()
     try:
         with LocalCluster(settings, say=say) as cluster:
             _say_how_to_use(cluster.url, cluster.settings)
@@ -100,7 +100,7 @@ def demo(
     from ops.demo import demo_settings, loadgen_arguments, measure_rate
     from ops.local import LocalCluster, LocalClusterError
 
-    _stop_on_signals()
+    interrupt_on_signals()
     try:
         with LocalCluster(demo_settings(), say=say) as cluster:
             say("measuring what this machine can do")
@@ -190,6 +190,9 @@ def calibrate(
 def gateway(
     host: Annotated[str | None, typer.Option(help="Interface to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 for a free one.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Processes that serve the port together.")
+    ] = None,
     shadow: Shadow = None,
     policy: Annotated[
         str | None, typer.Option(help="Routing policy, such as locality or dynamo:temperature=0.5.")
@@ -201,13 +204,10 @@ def gateway(
     config: Config = None,
 ) -> None:
     """Run a gateway for the workers of a pool."""
-    import uvloop
-
-    from router.gateway import serve_gateway
-
     flags = {
         "gateway.host": host,
         "gateway.port": port,
+        "gateway.processes": processes,
         "gateway.policy": policy,
         "gateway.shadow": shadow,
         "gateway.queue": queue,
@@ -215,12 +215,15 @@ def gateway(
     }
     settings = load_settings(config, flags=flags)
     _need_redis(settings)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     try:
-        uvloop.run(_until_signal(serve_gateway(settings)))
+        if settings.gateway.processes > 1:
+            _serve_processes(settings)
+        else:
+            _serve_here(settings)
     except OSError as error:
         fail(f"the gateway cannot listen on {settings.gateway.host}: {error}")
-    except ValueError as error:
+    except (ValueError, GatewayProcessError) as error:
         fail(str(error))
 
 
@@ -253,18 +256,24 @@ def deploy(
     settings = load_settings(config, flags=flags)
     if not _listens(address):
         fail(f"no Ray cluster at {address}: start one with: ray start --head")
+    _show_ray_token()
     import ray
+    from ray.exceptions import AuthenticationError
 
     from ops.serve_app import remove_application, run_application
 
     try:
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
-    except ConnectionError as error:
-        fail(f"no Ray cluster at {address}: {error}. Start one with: ray start --head")
+    except (ConnectionError, AuthenticationError) as error:
+        fail(
+            f"cannot join the Ray cluster at {address}: {error}. Start one with: ray start --head; "
+            "if it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or copy "
+            "~/.ray/auth_token of its head"
+        )
     try:
         if remove:
-            remove_application()
-            say("the workers have been removed")
+            removed = remove_application()
+            say("the workers have been removed" if removed else "no workers are deployed there")
             return
         _need_redis(settings)
         if not settings.secret:
@@ -279,6 +288,28 @@ def deploy(
         fail(f"the workers cannot start: {error}")
     finally:
         ray.shutdown()
+
+
+def _serve_here(settings: Settings) -> None:
+    import uvloop
+
+    from router.gateway import serve_gateway
+
+    uvloop.run(until_signal(serve_gateway(settings, ready=_say_listening)))
+
+
+def _serve_processes(settings: Settings) -> None:
+    interrupt_on_signals()
+    try:
+        with GatewayProcesses(settings) as processes:
+            _say_listening(processes.url)
+            processes.watch()
+    except KeyboardInterrupt:
+        say("stopped")
+
+
+def _say_listening(url: str) -> None:
+    say(f"the gateway listens on {url}")
 
 
 def _with_gpus(settings: Settings) -> Settings:
@@ -299,6 +330,17 @@ def _with_gpus(settings: Settings) -> Settings:
     return msgspec.structs.replace(
         settings, serve=msgspec.structs.replace(settings.serve, gpus_per_worker=share)
     )
+
+
+def _show_ray_token() -> None:
+    """Have Ray show this user's token, as it does by itself where it finds the cluster.
+
+    A head that finds a token asks for it, but Ray shows it to no address that is given. To a
+    cluster that asks for none, showing it does no harm.
+    """
+    named = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
+    if named or (Path.home() / ".ray" / "auth_token").exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def _listens(address: str) -> bool:
@@ -329,38 +371,7 @@ def _say_how_to_use(url: str, settings: Settings) -> None:
         markup=False,
     )
     out.print(f"  stemroute status --url {url}", highlight=False, markup=False)
-    out.print(
-        f"  stemroute doctor --url {url} --redis-url {settings.redis_url}",
-        highlight=False,
-        soft_wrap=True,
-        markup=False,
-    )
-
-
-def _stop_on_signals() -> None:
-    """SIGTERM and a closed terminal stop as Ctrl-C does, and that stops also what a shell began in
-    the background, which makes it ignore Ctrl-C. Under `nohup` a closed terminal stops nothing."""
-
-    def interrupt(number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, interrupt)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, interrupt)
-
-
-async def _until_signal(serving: Any) -> None:
-    """Run until it ends by itself or a signal asks for it."""
-    task = asyncio.ensure_future(serving)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
-    try:
-        await task
-    except asyncio.CancelledError:
-        if not task.cancelled():
-            raise
+    out.print(f"  stemroute doctor --url {url}", highlight=False, markup=False)
 
 
 if __name__ == "__main__":

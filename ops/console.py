@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ops.addresses import base_url, uses_proxy
+
 out = Console() if sys.stdout.isatty() else Console(width=160)
 err = Console(stderr=True)
 
@@ -43,20 +45,22 @@ def ask_gateway(
     Ends the command with a sentence where there is no answer or an error. A POST may take as long
     as it takes (loading weights, say).
     """
+    url = base_url(url)
     headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
     try:
         answer = httpx.request(
             "GET" if body is None else "POST",
-            f"{url.rstrip('/')}/admin/{path}",
+            f"{url}/admin/{path}",
             headers=headers,
             json=body,
             timeout=httpx.Timeout(10, read=READ_TIMEOUT_S if body is None else None),
+            trust_env=uses_proxy(url),
         )
         answer.raise_for_status()
         told: dict[str, Any] = answer.json()
     except httpx.HTTPStatusError as error:
         fail(f"{url} answers {error.response.status_code}: {_reason(error.response)}")
-    except (httpx.HTTPError, ValueError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         fail(f"no gateway answers at {url}: {error}")
     return told
 

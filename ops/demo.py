@@ -74,7 +74,7 @@ def _probe(url: str, number: int) -> None:
         "temperature": 0,
         "ignore_eos": True,
     }
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300)
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300, trust_env=False)
     answer.raise_for_status()
 
 

@@ -1,7 +1,7 @@
 """`stemroute doctor`: walk the chain from Redis to a reused prompt and say which link is broken.
 
-    redis ─ cards ─ versions ─ digests ─ epochs ─ reports ─ workers ─ blocks
-                                              gateway ─ ready ─ index ─ probe
+    redis ─ writes ─ cards ─ versions ─ digests ─ epochs ─ reports ─ workers ─ blocks
+                                                       gateway ─ ready ─ index ─ probe
 
 Each link is looked at from outside, with the settings of the one who asks: what a gateway or a
 worker believes of itself is compared with what the others see.
@@ -17,9 +17,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.bus import connect
+from cluster.bus import BusKeys
 from cluster.protocol import pool_token
+from cluster.redis_client import connect
 from cluster.settings import Settings
+from ops.addresses import base_url, uses_proxy
 from ops.bus_links import BusLinks
 from ops.gateway_links import GatewayLinks
 from ops.links import HTTP_TIMEOUT_S, Link, LinkState, take
@@ -40,21 +42,26 @@ async def examine(
     """Every link in order.
 
     settings   redis_url, pool, secret and the gateway's keys: as the gateway has them
-    url        base URL of the gateway
+    url        base URL of the gateway; http without a scheme
     tell       hears of each link as soon as it is known
     """
+    url = base_url(url)
     token = pool_token(settings.secret)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     async with contextlib.AsyncExitStack() as stack:
         redis = None
         if settings.redis_url:
-            redis = connect(settings.redis_url, timeout_s=patience_s + 2.0)
+            redis = connect(
+                settings.redis_url,
+                timeout_s=patience_s + 2.0,
+                key=BusKeys(settings.pool).workers,
+            )
             stack.push_async_callback(redis.aclose)
         workers = await stack.enter_async_context(
-            httpx.AsyncClient(timeout=HTTP_TIMEOUT_S, headers=headers)
+            httpx.AsyncClient(timeout=HTTP_TIMEOUT_S, headers=headers, trust_env=False)
         )
         client = await stack.enter_async_context(
-            httpx.AsyncClient(timeout=HTTP_TIMEOUT_S, base_url=url.rstrip("/"))
+            httpx.AsyncClient(timeout=HTTP_TIMEOUT_S, base_url=url, trust_env=uses_proxy(url))
         )
         bus = BusLinks(settings, redis, workers, patience_s)
         gateway = GatewayLinks(settings.gateway, client, bus, patience_s)

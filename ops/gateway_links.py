@@ -69,6 +69,11 @@ class GatewayLinks:
         if view["refused"]:
             refused = [f"{worker}: {why}" for worker, why in view["refused"].items()]
             raise Broken(f"it refuses {'; '.join(refused)}", "upgrade or restart these workers")
+        if view["degraded"]:
+            raise Broken(
+                "it serves, but " + "; ".join(view["degraded"]),
+                "mend the links above, or what it names",
+            )
         return f"{view['workers_ready']} workers ready for {', '.join(view['models'])}"
 
     async def _index_link(self) -> str:

@@ -10,6 +10,8 @@ from typing import Literal, NamedTuple, TypeVar
 import msgspec
 from redis.exceptions import RedisError
 
+from cluster.redis_client import trouble
+
 LOOK_AGAIN_S = 0.05
 """Other processes are looked at so often: there is nothing here to wait on."""
 
@@ -65,7 +67,7 @@ async def take(step: Step) -> Link:
         return Link(
             name=step.name,
             state="broken",
-            found=f"Redis went away meanwhile ({error})",
+            found=trouble(error),
             mend="see whether Redis restarts, or refuses this user",
         )
 

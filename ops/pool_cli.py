@@ -99,10 +99,14 @@ def doctor(
     as_json: AsJson = False,
     config: Config = None,
 ) -> None:
-    """Walk the chain from Redis to a reused prompt; say which link is broken, and the mend."""
+    """Walk the chain from Redis to a reused prompt; say which link is broken, and the mend.
+
+    Redis, pool and secret of a `stemroute up` on this machine are found by its gateway's port.
+    """
     import msgspec
 
     from ops.doctor import examine, healthy, links_table
+    from ops.up_record import find_record, with_record
 
     flags = {
         "redis_url": redis_url,
@@ -110,7 +114,10 @@ def doctor(
         "gateway.admin_key": admin_key,
         "gateway.api_key": api_key,
     }
-    links = asyncio.run(examine(load_settings(config, flags=flags), url))
+    settings = load_settings(config, flags=flags)
+    if record := find_record(url):
+        settings = with_record(settings, record)
+    links = asyncio.run(examine(settings, url))
     if as_json:
         out.print_json(data=msgspec.to_builtins(links))
     else:

@@ -26,7 +26,7 @@ def status_table(fleet: dict[str, Any]) -> RenderableType:
             style = "red"
         table.add_row(
             worker["worker"],
-            Text(worker["state"], style="green" if worker["state"] == "ready" else "yellow"),
+            _state(worker),
             worker["model"],
             worker["device"],
             str(worker["running"]),
@@ -52,11 +52,19 @@ def status_table(fleet: dict[str, Any]) -> RenderableType:
             )
         )
     lines += [Text(encoder_line(encoder)) for encoder in fleet["encoders"]]
+    if bus["warning"]:
+        lines.append(Text(bus["warning"], style="yellow"))
     lines += [
         Text(f"refused: {worker}: {reason}", style="red")
         for worker, reason in fleet["refused"].items()
     ]
     return Group(*lines)
+
+
+def _state(worker: dict[str, Any]) -> Text:
+    if worker["kept"]:
+        return Text(f"{worker['state']}, last report {worker['report_age_s']:.0f} s ago", "yellow")
+    return Text(worker["state"], style="green" if worker["state"] == "ready" else "yellow")
 
 
 def encoder_line(encoder: dict[str, Any]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 
 import aiohttp
 import msgspec
@@ -57,11 +58,15 @@ class ShadowAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BusView(msgspec.Struct, frozen=True, kw_only=True):
-    """How following the bus goes; `stale` and `reason` as `index` in `/ready`."""
+    """How following the bus goes; `stale` and `reason` as `index` in `/ready`.
+
+    warning   what threatens the bus, in words
+    """
 
     connected: bool
     stale: bool
     reason: str
+    warning: str
     reports: int
     gaps: int
     disagreements: int
@@ -74,6 +79,8 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     indexed_blocks   blocks of it in this gateway's index; `cached_blocks` is its own word
     dropped_blocks   blocks of it that the bounded index had no room for
     routed           requests sent to it since it appeared
+    report_age_s     seconds since its last report; None where there is none
+    kept             its lease has lapsed, and it answers when it is asked
     """
 
     worker: str
@@ -93,6 +100,8 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     dropped_blocks: int
     routed: int
     block_size: int
+    report_age_s: float | None
+    kept: bool
 
 
 class FleetView(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +123,21 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[WorkerView]
 
 
+@contextlib.asynccontextmanager
+async def _flush_timeout() -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(FLUSH_TIMEOUT_S):
+            yield
+    except TimeoutError as error:
+        raise RequestError(
+            f"not every worker began a new epoch within {FLUSH_TIMEOUT_S:g} s: see "
+            "/admin/fleet and /ready for those that do not report",
+            status=504,
+            type="server_error",
+            code="flush_timeout",
+        ) from error
+
+
 class Admin:
     """Handlers of `/admin`."""
 
@@ -133,7 +157,7 @@ class Admin:
         self._bus = bus
         self._encoders = encoders
         self._changed = asyncio.Event()
-        fleet.listener = self._changed.set
+        fleet.changed.subscribe(self._changed.set)
 
     def routes(self) -> list[Route]:
         """What to serve."""
@@ -161,32 +185,24 @@ class Admin:
 
     async def flush(self, request: Request) -> Response:
         """Flush every worker, and wait until this gateway's index knows it."""
-        try:
-            async with asyncio.timeout(FLUSH_TIMEOUT_S):
-                epochs = dict(
-                    await asyncio.gather(
-                        *(
-                            self._flush_worker(member.card.worker, member.card.address)
-                            for member in self._fleet.members()
-                            if member.state in ("ready", "draining")
-                        )
+        async with _flush_timeout():
+            epochs = dict(
+                await asyncio.gather(
+                    *(
+                        self._flush_worker(member.card.worker, member.card.address)
+                        for member in self._fleet.members()
+                        if member.state in ("ready", "draining")
                     )
                 )
-                while True:
-                    # cleared before looking: a change in between is not missed
-                    self._changed.clear()
-                    if not self._outdated(epochs):
-                        break
-                    await self._changed.wait()
-        except TimeoutError as error:
-            raise RequestError(
-                f"not every worker began a new epoch within {FLUSH_TIMEOUT_S:g} s: see "
-                "/admin/fleet and /ready for those that do not report",
-                status=504,
-                type="server_error",
-                code="flush_timeout",
-            ) from error
+            )
+            await self._know(epochs)
         return json_response(FlushAnswer(epochs))
+
+    async def await_flush(self, request: Request) -> Response:
+        """Wait until this gateway's index knows the epochs of a FlushAnswer in the body."""
+        async with _flush_timeout():
+            await self._know(msgspec.json.decode(request.body, type=FlushAnswer).workers)
+        return json_response({})
 
     async def get_fleet(self, request: Request) -> Response:
         return json_response(self.view())
@@ -219,6 +235,7 @@ class Admin:
                 connected=status.connected,
                 stale=index.stale,
                 reason=index.reason,
+                warning=status.warning,
                 reports=status.reports,
                 gaps=status.gaps,
                 disagreements=status.disagreements,
@@ -227,10 +244,10 @@ class Admin:
             refused={**status.refused, **fleet.refused()},
             disagreeing=disagreeing(fleet, status),
             encoders=self._encoders(),
-            workers=self._workers(),
+            workers=self._workers(status),
         )
 
-    def _workers(self) -> list[WorkerView]:
+    def _workers(self, status: BusStatus) -> list[WorkerView]:
         views = []
         for member in self._fleet.members():
             card, load = member.card, self._fleet.load_of(member)
@@ -253,9 +270,20 @@ class Admin:
                     dropped_blocks=self._fleet.index.dropped(member.slot),
                     routed=member.routed,
                     block_size=card.namespace.block_size,
+                    report_age_s=status.report_ages_s.get(card.worker),
+                    kept=card.worker in status.kept,
                 )
             )
         return views
+
+    async def _know(self, epochs: dict[str, int]) -> None:
+        """Wait until the index has every worker's new epoch."""
+        while True:
+            # cleared before looking: a change in between is not missed
+            self._changed.clear()
+            if not self._outdated(epochs):
+                return
+            await self._changed.wait()
 
     def _outdated(self, epochs: dict[str, int]) -> list[str]:
         """Workers that are here and whose new epoch is not yet known."""

@@ -18,7 +18,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from router.bitmask import write
@@ -35,7 +37,7 @@ class ComingCheckError(AssertionError):
     """The tree contradicts its claims. Its text says where."""
 
 
-class _Node:
+class _Node(msgspec.Struct, eq=False):
     """An edge of the tree and what hangs below it: the blocks `chain[start:end]`.
 
     last     the latest of them
@@ -44,30 +46,16 @@ class _Node:
     ends     claims that end exactly here
     """
 
-    __slots__ = (
-        "chain",
-        "children",
-        "counts",
-        "end",
-        "ends",
-        "last",
-        "mask",
-        "parent",
-        "passing",
-        "start",
-    )
-
-    def __init__(self, chain: Sequence[bytes], start: int, end: int, parent: _Node | None) -> None:
-        self.chain = chain
-        self.start = start
-        self.end = end
-        self.last = chain[end - 1] if end else b""
-        self.parent = parent
-        self.children: dict[bytes, _Node] = {}
-        self.counts: dict[int, int] = {}
-        self.mask = 0
-        self.passing = 0
-        self.ends = 0
+    chain: Sequence[bytes]
+    start: int
+    end: int
+    last: bytes
+    parent: _Node | None
+    counts: dict[int, int]
+    mask: int = 0
+    passing: int = 0
+    ends: int = 0
+    children: dict[bytes, _Node] = msgspec.field(default_factory=dict)
 
     def shared(self, chain: Sequence[bytes]) -> int:
         """Where `chain`, equal up to `start` + 1, stops being equal: at most `end`."""
@@ -84,16 +72,13 @@ class _Node:
         return low
 
 
-class Claim:
+class Claim(msgspec.Struct, eq=False):
     """One request's chain at one slot. `node` is where it ends; None where it does not count."""
 
-    __slots__ = ("chain", "deadline", "node", "slot")
-
-    def __init__(self, slot: int, chain: Sequence[bytes], deadline: float) -> None:
-        self.slot = slot
-        self.chain = chain
-        self.deadline = deadline
-        self.node: _Node | None = None
+    slot: int
+    chain: Sequence[bytes]
+    deadline: float
+    node: _Node | None = None
 
 
 class ComingBlocks:
@@ -102,7 +87,7 @@ class ComingBlocks:
     def __init__(self, life_s: float, max_blocks: int = MAX_BLOCKS) -> None:
         self._life_s = life_s
         self._max_blocks = max_blocks
-        self._root = _Node((), 0, 0, None)
+        self._root = _Node((), 0, 0, b"", None, {})
         self._deadlines: deque[Claim] = deque()
         self._blocks = 0
         # the latest look-up, good until the tree changes: a claim of its chain mostly follows
@@ -276,9 +261,9 @@ class ComingBlocks:
             node.mask |= bit
             node.passing += 1
         if place < length:
-            leaf = node.children[chain[place]] = _Node(chain, place, length, node)
+            leaf = _Node(chain, place, length, chain[-1], node, {slot: 1}, bit, 1)
+            node.children[chain[place]] = leaf
             self._blocks += length - place
-            leaf.counts[slot], leaf.mask, leaf.passing = 1, bit, 1
             return leaf
         return node
 
@@ -286,11 +271,14 @@ class ComingBlocks:
         """Part `node` at `place`; returns the new upper part. The lower keeps its claims."""
         parent = node.parent
         assert parent is not None
-        upper = _Node(node.chain, node.start, place, parent)
-        upper.counts = node.counts.copy()
-        upper.mask = node.mask
-        upper.passing = node.passing
-        upper.children = {node.chain[place]: node}
+        upper = structs.replace(
+            node,
+            end=place,
+            last=node.chain[place - 1],
+            counts=node.counts.copy(),
+            ends=0,
+            children={node.chain[place]: node},
+        )
         parent.children[node.chain[node.start]] = upper
         node.start, node.parent = place, upper
         return upper

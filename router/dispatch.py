@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Collection
-from typing import NamedTuple
+
+import msgspec
 
 from router.explaining import Explanation, explain, reason_of
 from router.fleet import Fleet
@@ -17,7 +18,7 @@ from router.shadow import Shadows
 from router.tokenization import Prompt
 
 
-class Placement(NamedTuple):
+class Placement(msgspec.Struct, frozen=True, eq=False):
     """Where a request goes, and what was known when that was decided."""
 
     worker: str
@@ -34,10 +35,11 @@ class NoRoom(Exception):
 
 
 class Dispatcher:
-    """Decides with the policy of the moment; the owner of policy state and chance.
+    """Decides with the current policy; the owner of policy state and of randomness.
 
-    holds_back   whether requests wait until a worker has room for their prompt. Else they wait
-                 at a worker, as long as one has any free block
+    holds_back   requests wait until a worker has room for their prompt. Otherwise they are sent to
+                 a worker that has any free block, and wait there
+    recent       keeps the decisions of requests that asked for them
     """
 
     def __init__(
@@ -47,19 +49,23 @@ class Dispatcher:
         metrics: Metrics,
         rng: random.Random | None = None,
         shadows: Shadows | None = None,
+        recent: RecentDecisions | None = None,
+        *,
+        holds_back: bool = False,
     ) -> None:
         self.fleet = fleet
         self.policy = policy
         self.shadows = shadows or Shadows([])
-        self.recent = RecentDecisions()
-        self.holds_back = False
+        self.recent = RecentDecisions() if recent is None else recent
+        self._holds_back = holds_back
         self._metrics = metrics
         self._rng = rng or random.Random()
 
     def place(
         self, model: str, prompt: Prompt, request_id: str, excluded: Collection[str] = ()
     ) -> Placement | None:
-        """Choose a worker and book the request there; None where no worker may serve it.
+        """Choose a worker and book the request there; None where no worker may serve it, or the
+        prompt was hashed for workers that others have replaced.
 
         The caller releases the booking. `excluded` names workers that were tried already.
         Raises NoRoom where there are workers, but all are full.
@@ -77,7 +83,7 @@ class Dispatcher:
         everybody = fleet.candidates_of(group, chain, tokens, excluded)
         if everybody is None:
             return None
-        candidates = only_with_room(everybody, holds_back=self.holds_back)
+        candidates = only_with_room(everybody, holds_back=self._holds_back)
         if candidates is None:
             raise NoRoom
         decision = policy.choose(candidates, self._rng)
@@ -107,14 +113,12 @@ class Dispatcher:
             kind=kind,
             chain=prompt.chain,
             prompt_tokens=prompt.tokens,
-            holds_back=self.holds_back,
+            holds_back=self._holds_back,
         )
 
-    def outdated(self, model: str, prompt: Prompt) -> bool:
-        """Whether the prompt was hashed for workers that have been replaced by others since."""
-        group = self.fleet.group(model)
-        return (
-            group is not None
-            and group.reference is not None
-            and group.reference.namespace != prompt.namespace
-        )
+    def ended(self, request_id: str, placement: Placement | None) -> None:
+        """The request is over, wherever it was: release its booking, tell all who followed it."""
+        if placement is not None:
+            self.fleet.release(placement.booking)
+        self.shadows.ended(request_id)
+        self.recent.ended(request_id)

@@ -15,8 +15,9 @@ import msgspec
 
 from cluster.protocol import SERVICE_UNAVAILABLE, RequestError
 from cluster.settings import GatewaySettings
+from router.counts import RequestCounts
+from router.http_connection import Service
 from router.http_messages import ClientGone, Handler, Request, Response
-from router.metrics import RequestCounts
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,18 @@ class Edge:
         self._settings = settings
         self._requests = requests
         self._endpoints: dict[str, dict[str, Handler]] = {}
+
+    def service(self) -> Service:
+        """For the HTTP server."""
+        settings = self._settings
+        return Service(
+            admit=self.admit,
+            answer=self.answer,
+            malformed=malformed,
+            too_large=body_too_large(settings.max_body_bytes),
+            max_body_bytes=settings.max_body_bytes,
+            full=too_many_connections(settings.max_connections),
+        )
 
     def add(self, routes: Sequence[Route]) -> None:
         """Answer these too."""

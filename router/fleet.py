@@ -8,7 +8,6 @@ derived anew from its last report and the list of its unnamed requests each time
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 
 import msgspec
@@ -16,17 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.blocks import split_hashes
-from cluster.protocol import ColdReport, Load, Report, WorkerCard, WorkerState
+from cluster.protocol import ColdReport, Load, Report, WorkerCard, WorkerState, prefill_pairs
 from router.bitmask import Spread
 from router.cold_index import ColdIndex
 from router.columns import ROWS, LoadTable
 from router.coming import ComingBlocks
 from router.groups import Groups
-from router.member import Booking, Member, ModelGroup, booked_of, idle_load, row_of
+from router.member import Booking, Member, ModelGroup, booked_of, idle_load, member_of, row_of
 from router.policies import Candidates
 from router.prefix_index import MAX_PAIRS, PrefixIndex
+from router.signals import Signal
 from router.suspects import Suspects
-from router.traffic import Traffic
 
 CLAIM_LIFE_S = 60.0
 """Blocks of a routed request count as coming for so long at most; its end is sooner, mostly."""
@@ -44,8 +43,8 @@ class Fleet:
     """All workers of a pool. A `cluster.following.FleetSink`; not safe for several threads.
 
     clock      seconds, monotonic
-    listener   called after a worker appeared, began an epoch, changed its state or went
-    on_room    called after a worker may have got room: a report, a request's end, a new worker
+    changed    sent after a worker appeared, began an epoch, changed its state or went
+    room       sent after a worker may have got room: a report, a request's end, a new worker
     """
 
     def __init__(
@@ -60,8 +59,8 @@ class Fleet:
         self.cold = ColdIndex(max_pairs)
         self.coming = ComingBlocks(claim_life_s)
         self.requests_total = 0
-        self.listener: Callable[[], None] = lambda: None
-        self.on_room: Callable[[], None] = lambda: None
+        self.changed = Signal()
+        self.room = Signal()
         self.last_report_at: float | None = None
         self._clock = clock
         self._members: dict[str, Member] = {}
@@ -70,7 +69,6 @@ class Fleet:
         self._spread = Spread()
         self.groups = Groups(self._table, clock)
         self._suspects = Suspects(suspect_s)
-        self._traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
         self._bookings: dict[int, Booking] = {}
         self._serial = 0
 
@@ -81,7 +79,7 @@ class Fleet:
         member = self._members.get(card.worker)
         before = "" if member is None else member.card.model
         if member is None:
-            member = Member(card, self._free_slot())
+            member = member_of(card, self._free_slot())
             self._members[card.worker] = member
             self._by_slot[member.slot] = member
         elif card.epoch < member.card.epoch:
@@ -94,8 +92,8 @@ class Fleet:
         if before not in ("", card.model):
             self._regroup(before)
         self._regroup(card.model)
-        self.listener()
-        self.on_room()
+        self.changed.send()
+        self.room.send()
 
     def on_snapshot(self, worker: str, epoch: int, hashes: list[bytes]) -> None:
         """Replace all blocks of a worker's epoch."""
@@ -135,8 +133,8 @@ class Fleet:
             self._suspects.trust(member)
             self._set_state(member, report.state)
             self._regroup(member.card.model)
-            self.listener()
-        self.on_room()
+            self.changed.send()
+        self.room.send()
         known = self.index.count(member.slot) + self.index.dropped(member.slot)
         agrees = known == report.load.cached_blocks
         if isinstance(report.cold, ColdReport):
@@ -158,7 +156,7 @@ class Fleet:
         member.slot = -1
         member.unnamed.clear()
         self._regroup(member.card.model)
-        self.listener()
+        self.changed.send()
 
     # What the gateway asks and does
 
@@ -217,19 +215,20 @@ class Fleet:
         # not a slice of the chain: that would touch every one of its hashes
         reusable = min(len(chain), (prompt_tokens - 1) // block_size)
         hit_tokens, most = self._device_hits(chain, mask, reusable, block_size)
-        if self.cold:
+        cold = bool(self.cold)
+        if cold:
             depths = hit_tokens // block_size
             hit_tokens += self.cold.credited_tokens(depths, chain, mask, reusable, block_size)
         if columns is None:
             columns = self._table.columns(slots, None)
         hits = hit_tokens[slots if run is None else run]
-        traffic = self._traffic[group.reference.model]
+        traffic = group.traffic
         return Candidates(
             prompt_tokens=prompt_tokens,
             block_size=block_size,
             chain=chain,
             hit_tokens=hits,
-            best_hit_tokens=int(hits.max()) if self.cold else most * block_size,
+            best_hit_tokens=int(hits.max()) if cold else most * block_size,
             columns=columns,
             stay_s=traffic.stay_s(self._clock()),
             in_flight=traffic.in_flight,
@@ -267,9 +266,19 @@ class Fleet:
         """Count a request at a worker, and its blocks as coming there, until `release`."""
         member = self.at(slot)
         self._serial += 1
-        now, traffic = self._clock(), self._traffic[member.card.model]
-        booking = Booking(self._serial, member, traffic, request_id, prompt_tokens, hit_tokens)
-        booking.claim = self.coming.claim(slot, chain, now)
+        now, card = self._clock(), member.card
+        traffic = self.groups.by_model[card.model].traffic
+        new_tokens = prompt_tokens - hit_tokens if hit_tokens < prompt_tokens else 1
+        booking = Booking(
+            self._serial,
+            member,
+            traffic,
+            request_id,
+            new_tokens,
+            prefill_pairs(prompt_tokens - new_tokens, prompt_tokens),
+            -(-new_tokens // card.namespace.block_size),
+            self.coming.claim(slot, chain, now),
+        )
         traffic.come(now)
         self._bookings[booking.serial] = booking
         if member.unnamed.setdefault(request_id, booking) is booking:
@@ -286,14 +295,13 @@ class Fleet:
         if self._bookings.pop(booking.serial, None) is None:
             return
         booking.traffic.end()
-        if booking.claim is not None:
-            self.coming.end(booking.claim)
+        self.coming.end(booking.claim)
         member = booking.member
         if member.unnamed.get(booking.request_id) is booking:
             del member.unnamed[booking.request_id]
             if member.slot >= 0:
                 self._table.put(member.slot, booked_of(member))
-        self.on_room()
+        self.room.send()
 
     def suspect(self, worker: str) -> None:
         """A worker refused a connection: leave it out until its next report."""
@@ -406,7 +414,4 @@ class Fleet:
         return [member for member in self._members.values() if member.card.model == model]
 
     def _regroup(self, model: str) -> None:
-        members = self._of(model)
-        self.groups.put(model, members)
-        if not members:
-            self._traffic.pop(model, None)
+        self.groups.put(model, self._of(model))

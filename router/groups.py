@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from cluster.protocol import WorkerCard
 from router.columns import LoadTable, run_of
 from router.member import Member, ModelGroup, context_tokens, difference
+from router.traffic import Traffic
 
 
 class Groups:
@@ -30,8 +30,7 @@ class Groups:
             self._left_at[model] = self._clock()
             return
         self._left_at.pop(model, None)
-        reference = None if former is None else former.reference
-        self.by_model[model] = group_of(members, reference, self._table)
+        self.by_model[model] = group_of(members, former, self._table)
 
     def absent_s(self, model: str) -> float | None:
         """Seconds since the last worker of `model` left; None where it has some, or never had."""
@@ -39,17 +38,18 @@ class Groups:
         return None if left_at is None else self._clock() - left_at
 
 
-def group_of(members: Sequence[Member], former: WorkerCard | None, table: LoadTable) -> ModelGroup:
+def group_of(members: Sequence[Member], former: ModelGroup | None, table: LoadTable) -> ModelGroup:
     """The group of all workers of one model, whatever their state; sets their `refused`.
 
-    The measure stays `former` as long as a ready worker matches it, so that a rolling update
-    does not turn the old workers away while they still serve.
+    The reference stays that of the `former` group as long as a ready worker matches it, so that a
+    rolling update does not turn the old workers away while they still serve.
     """
     ready = sorted(
         (m for m in members if m.state == "ready"), key=lambda member: member.ready_serial
     )
-    like_former = [m for m in ready if former is not None and not difference(m.card, former)]
-    reference = (like_former or ready)[0].card if ready else None
+    before = None if former is None else former.reference
+    like_before = [m for m in ready if before is not None and not difference(m.card, before)]
+    reference = (like_before or ready)[0].card if ready else None
     for member in members:
         member.refused = difference(member.card, reference) if reference else ""
     usable = sorted(member.slot for member in members if member.usable)
@@ -62,4 +62,5 @@ def group_of(members: Sequence[Member], former: WorkerCard | None, table: LoadTa
         sum(1 << slot for slot in usable),
         run,
         None if run is None else table.columns(slots, run),
+        Traffic() if former is None else former.traffic,
     )

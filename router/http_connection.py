@@ -1,5 +1,5 @@
-"""One client's connection: its requests as they come, their answers one after the other, and what
-it has not taken yet."""
+"""One client's connection: its requests as they come, their answers one after the other, and the
+bytes that the client has not received yet."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import logging
 import struct
 import termios
 from collections import deque
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, cast
 from urllib.parse import unquote
 
 import httptools
 
-from router.http_messages import ClientGone, Request, whole
-
-if TYPE_CHECKING:
-    from router.http_server import HttpServer
+from cluster.protocol import RequestError
+from router.http_messages import ClientGone, Handler, Request, Response, whole
 
 log = logging.getLogger(__name__)
 
@@ -25,17 +24,58 @@ MAX_HEAD_BYTES = 65_536
 """A request's line and headers may be so long together."""
 
 FRAMING_PER_BYTE = 8
-"""Besides, a byte of a body may cost so much in the framing of its chunks."""
+"""Bytes of chunk framing that each byte of a body may cost beside that."""
 
 MAX_AHEAD = 8
-"""While so many requests of a connection wait for their turn no more is read from it, and its end
-is not noticed."""
+"""While so many requests of a connection wait for their turn, nothing more is read from it, and its
+end is not noticed."""
 
 LINGER_S = 2.0
-"""After an answer that did not wait for its request's end, what still comes is thrown away for so
-long: closing at once would make the system drop the answer."""
+"""After an answer that did not wait for the end of its request, the rest of the request is
+discarded for this time: closing at once would make the kernel drop the answer."""
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class Service(NamedTuple):
+    """What requests are answered with, the same for all connections.
+
+    admit            looks at a request when its head is there: sets `handler`, or `refusal`
+    answer           answers a complete request. Must not raise except when cancelled
+    malformed        the refusal of a request that cannot be parsed: a reason and a status
+    too_large        the refusal of a body over max_body_bytes
+    full             the answer to a connection that the owner does not accept
+    """
+
+    admit: Callable[[Request], None]
+    answer: Handler
+    malformed: Callable[[str, int], RequestError]
+    too_large: RequestError
+    max_body_bytes: int
+    full: Response
+
+
+class Owner(Protocol):
+    """Keeps the connections, and is told of each change of theirs."""
+
+    @property
+    def closing(self) -> bool:
+        """Whether no more requests are answered."""
+
+    def opened(self, connection: ClientConnection) -> bool:
+        """Returns whether the connection's requests will be answered."""
+
+    def busy(self, connection: ClientConnection) -> None:
+        """It begins to answer."""
+
+    def idle_since_now(self, connection: ClientConnection) -> None:
+        """It has answered all that has come."""
+
+    def heard(self, connection: ClientConnection) -> None:
+        """`heard_at` has changed."""
+
+    def lost(self, connection: ClientConnection) -> None:
+        """It has ended."""
 
 
 class ClientConnection(asyncio.Protocol):
@@ -47,12 +87,13 @@ class ClientConnection(asyncio.Protocol):
                whole head, bytes of a body
     """
 
-    def __init__(self, server: HttpServer) -> None:
+    def __init__(self, service: Service, owner: Owner) -> None:
         self.transport: asyncio.Transport
         self.headers: dict[str, str] = {}
         self.task: asyncio.Task[None] | None = None
         self.heard_at = 0.0
-        self._server = server
+        self._service = service
+        self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
         self._url = b""
@@ -70,7 +111,7 @@ class ClientConnection(asyncio.Protocol):
         self._throws_away = False
         self._lost = False
 
-    # What answers do
+    # Called by answers
 
     @property
     def remote(self) -> str:
@@ -92,10 +133,10 @@ class ClientConnection(asyncio.Protocol):
         if self._lost:
             raise ClientGone
 
-    # What the server asks
+    # Called by the owner
 
     def stalled_s(self, now: float) -> float:
-        """How long it has been seen that the client takes nothing of what is there for it."""
+        """How long the client is known to have received nothing of what is there for it."""
         unsent = self.unsent_bytes
         if not unsent:
             self._taken_bytes = -1
@@ -108,26 +149,26 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def unsent_bytes(self) -> int:
-        """What the system has not taken yet of answers."""
+        """Of answers, what the kernel's socket buffer has not taken yet."""
         return self.transport.get_write_buffer_size()
 
-    # What the event loop says
+    # Called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self._hear()
-        if self._server.closing:
+        if self._owner.closing:
             self.transport.abort()
-        elif not self._server.take(self):
+        elif not self._owner.opened(self):
             self._throws_away = True
             if not self.transport.is_closing():
                 nothing_asked = Request(self, {}, "", "", "1.1", False)
-                self.transport.write(whole(self._server.full, nothing_asked))
+                self.transport.write(whole(self._service.full, nothing_asked))
                 self._close_later()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost = True
-        self._server.lost(self)
+        self._owner.lost(self)
         self._waiting.clear()
         self.resume_writing()
         if self.task is not None:
@@ -165,7 +206,7 @@ class ClientConnection(asyncio.Protocol):
             if self._framing_bytes > MAX_HEAD_BYTES + FRAMING_PER_BYTE * self._body_bytes:
                 self._give_up(f"its head is over {MAX_HEAD_BYTES} bytes", 431)
 
-    # What the parser says
+    # Called by the parser
 
     def on_message_begin(self) -> None:
         self._hear()
@@ -208,9 +249,8 @@ class ClientConnection(asyncio.Protocol):
             self._give_up("HTTP/1.0 knows no chunks", 400)  # a proxy may see no body here
             return
         length = int(self.headers.get("content-length", 0))  # the parser lets blanks follow it
-        server = self._server
-        server.admit(request)
-        if length > server.max_body_bytes:
+        self._service.admit(request)
+        if length > self._service.max_body_bytes:
             self._refuse_body()
         elif parser.should_upgrade():
             if "transfer-encoding" in self.headers or request.method == "CONNECT":
@@ -224,7 +264,7 @@ class ClientConnection(asyncio.Protocol):
             return
         self._hear()
         self._body_bytes += len(body)
-        if self._body_bytes > self._server.max_body_bytes:
+        if self._body_bytes > self._service.max_body_bytes:
             self._refuse_body()
         elif self._coming.refusal is None:
             self._body += body
@@ -242,14 +282,12 @@ class ClientConnection(asyncio.Protocol):
     def _hear(self) -> None:
         """Something came, or was answered just now."""
         self.heard_at = self._loop.time()
-        idle = self._server.idle
-        if self in idle:
-            idle.move_to_end(self)
+        self._owner.heard(self)
 
     def _enqueue(self, request: Request) -> None:
         self._waiting.append(request)
         if self.task is None:
-            self._server.idle.pop(self, None)
+            self._owner.busy(self)
             self.task = self._loop.create_task(self._answer_waiting())
         elif len(self._waiting) >= MAX_AHEAD and not self._paused:
             self._paused = True
@@ -270,7 +308,7 @@ class ClientConnection(asyncio.Protocol):
         try:
             while waiting:
                 request = waiting.popleft()
-                response = await self._server.answer(request)
+                response = await self._service.answer(request)
                 if response is not None:
                     self.send(whole(response, request))
                 elif request.stream is None or not request.stream.ended:
@@ -278,7 +316,7 @@ class ClientConnection(asyncio.Protocol):
                     return
                 if self._may_write is not None:
                     await self.drained()  # before the next one is answered
-                if not request.keeps_alive or self._server.closing:
+                if not request.keeps_alive or self._owner.closing:
                     break
         except ClientGone:
             return
@@ -289,11 +327,11 @@ class ClientConnection(asyncio.Protocol):
         finally:
             self.task = None
             if not self._lost:
-                self._server.idle[self] = None
+                self._owner.idle_since_now(self)
             self._hear()
         if self._throws_away:
             self._close_later()
-        elif not request.keeps_alive or self._server.closing:
+        elif not request.keeps_alive or self._owner.closing:
             self.transport.close()
         elif self._paused:
             self._paused = False
@@ -303,16 +341,16 @@ class ClientConnection(asyncio.Protocol):
         """Answer a request whose body is too long before that has come."""
         request = self._coming
         assert request is not None
-        request.refusal = request.refusal or self._server.too_large
+        request.refusal = request.refusal or self._service.too_large
         request.keeps_alive = False
         self._throws_away = True
         self._body.clear()
         self._enqueue(request)
 
     def _give_up(self, reason: str, status: int) -> None:
-        """What comes cannot be read: say so after the answers under way, and part."""
+        """The input cannot be parsed: say so after the answers under way, and close."""
         refusal = Request(self, {}, "", "", "1.1", keeps_alive=False)
-        refusal.refusal = self._server.malformed(reason, status)
+        refusal.refusal = self._service.malformed(reason, status)
         self._throws_away = True
         self._enqueue(refusal)
 
@@ -332,9 +370,11 @@ def _path(url: bytes) -> str:
 
 
 def _in_flight_bytes(transport: asyncio.Transport) -> int:
-    """What the client's system has not confirmed of what the system here has taken; 0 where nobody
-    knows. The system here takes more only when much of its buffer, often megabytes, is free: a slow
-    reader would seem to stand still for minutes."""
+    """Bytes in the kernel's socket buffer that the client has not acknowledged; 0 where unknown.
+
+    The kernel takes more only when much of its buffer, often megabytes, is free: without this
+    count a slow reader would seem to receive nothing for minutes.
+    """
     try:
         told = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
     except OSError:

@@ -3,94 +3,61 @@
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from cluster.blocks import Namespace
-from cluster.protocol import Load, WorkerCard, WorkerState, prefill_pairs
+from cluster.protocol import Load, WorkerCard, WorkerState
 from router.coming import Claim
 from router.policies import Columns
 from router.traffic import Traffic
 
 
-class Booking:
+class Booking(msgspec.Struct, eq=False):
     """One request's place at one worker, from the decision until its response ends.
 
     traffic      of its model, which counts it
     new_tokens   prompt tokens that the worker is expected to compute for it
     new_pairs    query-key pairs of their attention
     new_blocks   KV blocks that they will take
+    claim        of the prompt's blocks for the worker
     """
 
-    __slots__ = (
-        "claim",
-        "member",
-        "new_blocks",
-        "new_pairs",
-        "new_tokens",
-        "request_id",
-        "serial",
-        "traffic",
-    )
-
-    def __init__(
-        self,
-        serial: int,
-        member: Member,
-        traffic: Traffic,
-        request_id: str,
-        prompt_tokens: int,
-        hit_tokens: int,
-    ) -> None:
-        self.serial = serial
-        self.member = member
-        self.traffic = traffic
-        self.request_id = request_id
-        new_tokens = prompt_tokens - hit_tokens
-        self.new_tokens = new_tokens if new_tokens > 0 else 1
-        self.new_pairs = prefill_pairs(prompt_tokens - self.new_tokens, prompt_tokens)
-        self.new_blocks = -(-self.new_tokens // member.card.namespace.block_size)
-        self.claim: Claim | None = None
+    serial: int
+    member: Member
+    traffic: Traffic
+    request_id: str
+    new_tokens: int
+    new_pairs: int
+    new_blocks: int
+    claim: Claim
 
 
-class Member:
+class Member(msgspec.Struct, eq=False):
     """One worker as this router sees it.
 
-    slot        its number in the arrays, -1 once it is gone
-    key         a number made of its name: the same at every gateway
-    load        as last reported
-    unnamed     own requests to it that no report has named as received, by request id
-    routed      requests sent to it since it appeared
-    refused     why it may not serve beside the others of its model, "" where it may
+    slot           its number in the arrays, -1 once it is gone
+    key            a number made of its name: the same at every gateway
+    load           as last reported
+    unnamed        own requests to it that no report has named as received, by request id
+    routed         requests sent to it since it appeared
+    refused        why it may not serve beside the others of its model, "" where it may
+    suspect_until  when a worker that refused a connection is tried again; 0: it is none
+    ready_serial   grows with the order in which workers became ready; 0: not ready
     """
 
-    __slots__ = (
-        "card",
-        "key",
-        "load",
-        "ready_serial",
-        "refused",
-        "routed",
-        "slot",
-        "state",
-        "suspect_until",
-        "unnamed",
-    )
-
-    def __init__(self, card: WorkerCard, slot: int) -> None:
-        self.card = card
-        self.slot = slot
-        digest = hashlib.blake2b(card.worker.encode(), digest_size=8).digest()
-        self.key = int.from_bytes(digest, "little", signed=True)
-        self.state: WorkerState = card.state
-        self.load = idle_load(card)
-        self.unnamed: dict[str, Booking] = {}
-        self.routed = 0
-        self.refused = ""
-        self.suspect_until = 0.0
-        self.ready_serial = 0
+    card: WorkerCard
+    slot: int
+    key: int
+    state: WorkerState
+    load: Load
+    unnamed: dict[str, Booking] = msgspec.field(default_factory=dict)
+    routed: int = 0
+    refused: str = ""
+    suspect_until: float = 0.0
+    ready_serial: int = 0
 
     @property
     def usable(self) -> bool:
@@ -98,7 +65,7 @@ class Member:
         return self.state == "ready" and not self.refused and not self.suspect_until
 
 
-class ModelGroup(NamedTuple):
+class ModelGroup(msgspec.Struct, frozen=True, eq=False):
     """The workers of one model that may serve now.
 
     reference        card of the one that became ready first; the others must match it
@@ -106,6 +73,7 @@ class ModelGroup(NamedTuple):
     slots, mask      the usable ones, as sorted numbers and as a bit mask
     run              the slots as a slice, where they are one
     columns          of the slots where they are a run: views that change with the fleet
+    traffic          this router's own requests to the model
     """
 
     reference: WorkerCard | None
@@ -114,6 +82,14 @@ class ModelGroup(NamedTuple):
     mask: int
     run: slice | None
     columns: Columns | None
+    traffic: Traffic
+
+
+def member_of(card: WorkerCard, slot: int) -> Member:
+    """A worker that has not reported yet."""
+    digest = hashlib.blake2b(card.worker.encode(), digest_size=8).digest()
+    key = int.from_bytes(digest, "little", signed=True)
+    return Member(card, slot, key, card.state, idle_load(card))
 
 
 def idle_load(card: WorkerCard) -> Load:

@@ -67,9 +67,9 @@ class PrefixIndex:
         self._held: dict[int, HeldBlocks] = {}
         self._dropped: dict[int, int] = {}
         self._pairs = 0
-        # block where a range begins -> depths at which workers parted, the deepest first:
-        # many, for a chain's first block; the few that hold a later one
-        self._partings: dict[bytes, tuple[int, ...]] = {}
+        # first block of a chain -> places around the depths at which many workers parted, and
+        # block where the deepest of them ends -> those where the few that go on ended last time
+        self._places: dict[bytes, tuple[int, ...]] = {}
         self._spread = Spread()
 
     def __len__(self) -> int:
@@ -203,28 +203,44 @@ class PrefixIndex:
         length = len(chain) if limit is None else limit
         if not slots or not length:
             return []
-        first = chain[0]
-        partings = self._partings.get(first, ())
-        done: list[tuple[int, int]] = []
-        for low, high, mask in self._part_at(chain, partings, 0, length, slots, done):
-            if low and mask.bit_count() <= FEW:
-                self._search_few(chain, low, high, mask, done)
+        shards = self._shards
+        shared: tuple[int, ...] = self._places.get(chain[0], ())
+        own: tuple[int, ...] = ()
+        for begin in shared[::2]:
+            if begin < length:
+                own = self._places.get(chain[begin], ())
+                break
+        ends: list[tuple[int, int]] = []
+        high, rest, searched = length, slots, False
+        for place in own + shared:
+            if place >= length:
                 continue
-            known = len(done)
-            self._search(chain, low, high, mask, done)
-            for depth, those in done[known:]:
-                if depth and those.bit_count() > FEW:
-                    self._remember(first, depth)
-        done.sort(reverse=True)
-        if done and not done[-1][0]:
-            done.pop()
-        return done
+            block = chain[place]
+            deeper = shards[block[0]].get(block, 0) & rest
+            if deeper:
+                if place + 1 == high:
+                    ends.append((high, deeper))
+                else:
+                    searched = True
+                    self._search(chain, place + 1, high, deeper, ends)
+                rest ^= deeper
+                if not rest:
+                    break
+            high = place
+        if rest and high:
+            searched = True
+            self._search(chain, 0, high, rest, ends)
+            if ends and not ends[-1][0]:
+                ends.pop()
+        if searched:
+            self._remember(chain, length, shared[::2], ends)
+        return ends
 
     def _search(
-        self, chain: Sequence[bytes], low: int, high: int, mask: int, done: list[tuple[int, int]]
+        self, chain: Sequence[bytes], low: int, high: int, mask: int, ends: list[tuple[int, int]]
     ) -> None:
-        """Put (depth, mask) into `done` for the slots of `mask`, whose boundaries are in
-        `[low, high]`."""
+        """Append (depth, slots), the deepest first, for the slots of `mask`, whose boundaries are
+        in `[low, high]`."""
         shards = self._shards
         ranges = [(low, high, mask)]
         while ranges:
@@ -240,70 +256,7 @@ class PrefixIndex:
                 else:
                     ranges.append((low, middle, mask ^ deeper))
                     low, mask = middle + 1, deeper
-            done.append((low, mask))
-
-    def _search_few(
-        self, chain: Sequence[bytes], low: int, high: int, mask: int, done: list[tuple[int, int]]
-    ) -> None:
-        """`_search`, first where the last chain with the same block before `low` had its ends."""
-        beginning = chain[low - 1]
-        before = self._partings.get(beginning, ())
-        ends: list[tuple[int, int]] = []
-        ranges = self._part_at(chain, before, low, high, mask, ends)
-        if ranges or len(ends) != len(before):
-            for rest in ranges:
-                self._search(chain, *rest, ends)
-            now = sorted((depth for depth, _ in ends), reverse=True)
-            self._keep(beginning, now)
-        done += ends
-
-    def _part_at(
-        self,
-        chain: Sequence[bytes],
-        partings: Sequence[int],
-        low: int,
-        high: int,
-        rest: int,
-        done: list[tuple[int, int]],
-    ) -> list[tuple[int, int, int]]:
-        """Split the slots of `rest`, whose boundaries are in `[low, high]`, at `partings`, the
-        deepest first, by two probes each.
-
-        Puts (depth, mask) of those that part exactly there into `done`; returns what is left to
-        search as (low, high, mask).
-        """
-        shards = self._shards
-        ranges: list[tuple[int, int, int]] = []
-        for parting in partings:
-            if parting > high:
-                continue
-            if parting > low:
-                block = chain[parting - 1]
-                reach = shards[block[0]].get(block, 0) & rest
-                if not reach:
-                    high = parting - 1
-                    continue
-            elif parting == low:
-                reach = rest  # all of them hold what lies before `low`
-            else:
-                break
-            if parting < high:
-                block = chain[parting]
-                beyond = shards[block[0]].get(block, 0) & reach
-                if beyond:
-                    ranges.append((parting + 1, high, beyond))
-                    if beyond != reach:
-                        done.append((parting, reach ^ beyond))
-                else:
-                    done.append((parting, reach))
-            else:
-                done.append((parting, reach))
-            if reach == rest:
-                return ranges
-            rest ^= reach
-            high = parting - 1  # whoever is left does not hold it
-        ranges.append((low, high, rest))
-        return ranges
+            ends.append((low, mask))
 
     def check(self) -> None:
         """Raise where masks and sets disagree, with figures."""
@@ -334,18 +287,33 @@ class PrefixIndex:
                 f"{pairs} pairs are held, {self._pairs} counted, {self.max_pairs} allowed"
             )
 
-    def _keep(self, beginning: bytes, partings: Sequence[int]) -> None:
-        """Remember these, the deepest first, for chains with the block `beginning`."""
-        if len(self._partings) >= MAX_BEGINNINGS and beginning not in self._partings:
-            self._partings.clear()
-        self._partings[beginning] = tuple(partings[:MAX_PARTINGS])
+    def _remember(
+        self,
+        chain: Sequence[bytes],
+        length: int,
+        shared: Sequence[int],
+        ends: Sequence[tuple[int, int]],
+    ) -> None:
+        """Keep the places around the `ends` of a chain: those of many slots, beside the depths
+        `shared`, under its first block; those of few under the block with which few go on."""
+        depths = list(shared)
+        for depth, mask in ends:
+            if mask.bit_count() > FEW and depth not in depths:
+                if len(depths) >= MAX_PARTINGS:
+                    depths.remove(min(depths, key=lambda each: abs(each - depth)))
+                depths.append(depth)
+                self._keep(chain[0], depths)
+        begin = max((depth for depth in depths if depth < length), default=0)
+        if begin:
+            few = [depth for depth, mask in ends if depth > begin and mask.bit_count() <= FEW]
+            self._keep(chain[begin], few[:MAX_PARTINGS])
 
-    def _remember(self, first: bytes, depth: int) -> None:
-        """Remember a parting, in the place of the nearest one where there are enough."""
-        partings = list(self._partings.get(first, ()))
-        if len(partings) >= MAX_PARTINGS:
-            partings.remove(min(partings, key=lambda parting: abs(parting - depth)))
-        self._keep(first, sorted([*partings, depth], reverse=True))
+    def _keep(self, block: bytes, depths: Iterable[int]) -> None:
+        if len(self._places) >= MAX_BEGINNINGS and block not in self._places:
+            self._places.clear()
+        self._places[block] = tuple(
+            place for depth in sorted(depths, reverse=True) for place in (depth, depth - 1)
+        )
 
     def _blocks(self, slot: int) -> list[bytes]:
         """All blocks of `slot` in the order of their storing."""

@@ -1,8 +1,8 @@
 """Whether a gateway can serve requests, whether by prefix, and in words why not.
 
-An index that follows nothing makes a gateway unready: another may be well. That a worker does not
-publish what it caches every gateway sees alike, and requests are still answered, so the gateway
-stays ready; but its index is called stale, with the worker's name.
+A gateway that cannot read Redis is unready: another may be well. What every gateway sees alike
+while requests are still answered leaves it ready, and is named in `degraded`: workers that cannot
+serve, workers that do not report or do not publish what they cache, a Redis that takes no writes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,15 @@ class IndexView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadyView(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of `/ready`. `reasons` is empty where the gateway is ready."""
+    """Answer of `/ready`.
+
+    reasons    why the gateway is not ready; empty where it is
+    degraded   what is not as it should be although requests are answered
+    """
 
     ready: bool
     reasons: list[str]
+    degraded: list[str]
     models: list[str]
     workers_ready: int
     index: IndexView
@@ -74,22 +79,51 @@ def readiness(pool: str, fleet: Fleet, status: BusStatus) -> ReadyView:
     if not members:
         reasons.append(f"no worker has announced itself in the pool {pool!r}")
     elif not usable:
-        states = ", ".join(
-            f"{m.card.worker} is "
-            + ("refused" if m.refused else "not reachable" if m.suspect_until else m.state)
-            for m in members
-        )
-        reasons.append(f"none of the {len(members)} workers can serve: {states}")
+        reasons.append(f"none of the {len(members)} workers can serve: {_states(members)}")
     if not usable:
         reasons += [f"worker {name} is refused: {why}" for name, why in refused.items()]
     index = index_view(fleet, status)
-    if status.stale:
+    if not status.connected:
         reasons.append(f"the index is stale: {index.reason}")
     return ReadyView(
         ready=not reasons,
         reasons=reasons,
+        degraded=_degraded(members, usable, index, status),
         models=list(fleet.models()),
         workers_ready=usable,
         index=index,
         refused=refused,
     )
+
+
+def _degraded(members: list[Member], usable: int, index: IndexView, status: BusStatus) -> list[str]:
+    told = []
+    unusable = [member for member in members if not member.usable]
+    if unusable and usable:
+        told.append(
+            f"reduced capacity: {usable} of {len(members)} workers serve; {_states(unusable)}"
+        )
+    if index.stale:
+        told.append(f"the index is stale: {index.reason}")
+    kept = sorted(status.kept)
+    if kept:
+        ages = [f"{w} {status.report_ages_s.get(w, 0.0):.1f} s ago" for w in kept[:NAMED]]
+        more = [f"and {len(kept) - NAMED} more"] if len(kept) > NAMED else []
+        told.append(
+            "workers answer, but their reports do not arrive; last reports: "
+            + ", ".join(ages + more)
+        )
+    if status.warning:
+        told.append(status.warning)
+    return told
+
+
+def _states(members: list[Member]) -> str:
+    more = [f"and {len(members) - NAMED} more"] if len(members) > NAMED else []
+    return ", ".join([f"{m.card.worker} is {_state(m)}" for m in members[:NAMED]] + more)
+
+
+def _state(member: Member) -> str:
+    if member.refused:
+        return "refused"
+    return "not reachable" if member.suspect_until else member.state

@@ -12,6 +12,7 @@ from collections.abc import Collection
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from router.explaining import explanation_of
 from router.fleet import Fleet
@@ -115,4 +116,5 @@ def _shown(candidates: Candidates, decision: Decision) -> tuple[Candidates, Deci
     rest = rest[~kept[rest]]
     kept[rest[: MOST_WORKERS - np.count_nonzero(kept)]] = True
     chosen = int(np.count_nonzero(kept[: decision.chosen]))
-    return candidates.only(kept), decision._replace(chosen=chosen, costs=decision.costs[kept])
+    costs = decision.costs[kept]
+    return candidates.only(kept), structs.replace(decision, chosen=chosen, costs=costs)

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections import Counter as Tally
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import structs
 
 from cluster.protocol import prefill_pairs
 from router.fleet import Fleet
@@ -55,6 +57,48 @@ class ShadowView(msgspec.Struct, frozen=True, kw_only=True):
     requests_to: dict[str, int]
 
 
+def shadow_view(
+    policy: str,
+    *,
+    requests: int,
+    agreed: int,
+    prompt_tokens: int,
+    hit_tokens: int,
+    computed_tokens: Mapping[str, int],
+    requests_to: Mapping[str, int],
+) -> ShadowView:
+    """From counts alone."""
+    mean = sum(computed_tokens.values()) / len(computed_tokens) if computed_tokens else 0.0
+    return ShadowView(
+        policy=policy,
+        requests=requests,
+        agreed=agreed,
+        prompt_tokens=prompt_tokens,
+        hit_tokens=hit_tokens,
+        hit_ratio=hit_tokens / prompt_tokens if prompt_tokens else 0.0,
+        imbalance=max(computed_tokens.values()) / mean if mean else 1.0,
+        computed_tokens=dict(sorted(computed_tokens.items())),
+        requests_to=dict(sorted(requests_to.items())),
+    )
+
+
+def sum_of_views(views: Sequence[ShadowView]) -> ShadowView:
+    """What one policy would have done at several gateways: at least one view."""
+    computed, requests_to = Tally[str](), Tally[str]()
+    for view in views:
+        computed.update(view.computed_tokens)
+        requests_to.update(view.requests_to)
+    return shadow_view(
+        views[0].policy,
+        requests=sum(view.requests for view in views),
+        agreed=sum(view.agreed for view in views),
+        prompt_tokens=sum(view.prompt_tokens for view in views),
+        hit_tokens=sum(view.hit_tokens for view in views),
+        computed_tokens=computed,
+        requests_to=requests_to,
+    )
+
+
 class _Placed(NamedTuple):
     """A request at a ghost: the blocks that it takes, and what is still to compute for it.
 
@@ -67,7 +111,7 @@ class _Placed(NamedTuple):
     pending_pairs: int
 
 
-class _Ghost:
+class _Ghost(msgspec.Struct, eq=False):
     """One worker in one epoch, as an arm imagines it.
 
     cached        its blocks, the longest unused first; parents are newer than their children, so
@@ -77,23 +121,14 @@ class _Ghost:
     taken_blocks  blocks that all of them take; what they share counts once
     """
 
-    __slots__ = (
-        "cached",
-        "computing",
-        "epoch",
-        "pending_pairs",
-        "pending_tokens",
-        "taken_blocks",
-        "unfinished",
-        "worker",
-    )
-
-    def __init__(self, worker: str, epoch: int) -> None:
-        self.worker = worker
-        self.epoch = epoch
-        self.cached: dict[bytes, None] = {}
-        self.unfinished: dict[str, _Placed] = {}
-        self.computing = self.pending_tokens = self.pending_pairs = self.taken_blocks = 0
+    worker: str
+    epoch: int
+    cached: dict[bytes, None] = msgspec.field(default_factory=dict)
+    unfinished: dict[str, _Placed] = msgspec.field(default_factory=dict)
+    computing: int = 0
+    pending_tokens: int = 0
+    pending_pairs: int = 0
+    taken_blocks: int = 0
 
     def place(self, request_id: str, placed: _Placed) -> None:
         """A request is sent there."""
@@ -205,18 +240,14 @@ class Arm:
 
     def view(self) -> ShadowView:
         """What it would have done so far."""
-        computed = self._computed
-        mean = sum(computed.values()) / len(computed) if computed else 0.0
-        return ShadowView(
-            policy=self.name,
+        return shadow_view(
+            self.name,
             requests=self._requests,
             agreed=self._agreed,
             prompt_tokens=self._prompt_tokens,
             hit_tokens=self._hit_tokens,
-            hit_ratio=self._hit_tokens / self._prompt_tokens if self._prompt_tokens else 0.0,
-            imbalance=max(computed.values()) / mean if mean else 1.0,
-            computed_tokens=dict(sorted(computed.items())),
-            requests_to=dict(sorted(self._requests_to.items())),
+            computed_tokens=self._computed,
+            requests_to=self._requests_to,
         )
 
     def check(self) -> None:
@@ -269,10 +300,12 @@ class Arm:
         columns = candidates.columns
         hit_tokens = depths[columns.slots] * block_size
         free_blocks = np.maximum(columns.capacity_blocks - taken, 0)
-        return candidates._replace(
+        return structs.replace(
+            candidates,
             hit_tokens=hit_tokens,
             best_hit_tokens=int(hit_tokens.max()),
-            columns=columns._replace(
+            columns=structs.replace(
+                columns,
                 pending_tokens=pending,
                 running=batch - computing,
                 waiting=computing,

@@ -107,11 +107,11 @@ class Encoder:
 
     def check_ids(self, ids: list[int]) -> None:
         """Raises RequestError (400) for an id that the model does not have."""
+        rows = self.info.embedding_rows or self.text_encoder.vocabulary
         for token in (min(ids), max(ids)):
-            if not 0 <= token < self.text_encoder.vocabulary:
+            if not 0 <= token < rows:
                 raise RequestError(
-                    f"`prompt` holds the token id {token}: the model's ids go from 0 to "
-                    f"{self.text_encoder.vocabulary - 1}",
+                    f"`prompt` holds the token id {token}: the model's ids go from 0 to {rows - 1}",
                     param="prompt",
                 )
 

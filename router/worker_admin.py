@@ -7,7 +7,7 @@ import asyncio
 import aiohttp
 import msgspec
 
-from cluster.protocol import CacheView, ErrorAnswer, RequestError
+from cluster.protocol import SERVICE_UNAVAILABLE, CacheView, ErrorAnswer, RequestError
 from router.edge import Route, admin_body, json_response
 from router.fleet import Fleet
 from router.http_messages import Request, Response
@@ -90,7 +90,10 @@ class WorkerAdmin:
         ]
         if not members:
             raise RequestError(
-                f"no worker {change.worker or 'at all'} is ready", status=503, code="no_worker"
+                f"no worker {change.worker or 'at all'} is ready",
+                status=503,
+                type=SERVICE_UNAVAILABLE,
+                code="no_worker",
             )
         if self._changing.locked():
             raise RequestError("weights are being changed already", status=409)

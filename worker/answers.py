@@ -45,6 +45,7 @@ class Transcript:
     def __init__(self, request: GenerateRequest, tokenizer: Tokenizer) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stop = StopStringFilter(request.sampling.stop)
+        self._stop_ids = self._detokenizer.skipped_ids(request.sampling.stop)
         self.prompt_tokens = len(request.token_ids) // 4
         self.completion_tokens = 0
         self.hit_tokens = 0
@@ -55,6 +56,9 @@ class Transcript:
         parts: list[str] = []
         for token_id in token_ids:
             self.completion_tokens += 1
+            if token_id in self._stop_ids:  # gives no text in which the filter could see it
+                finish_reason = "stop"
+                break
             text, stopped = self._stop.push(self._detokenizer.push([token_id]))
             parts.append(text)
             if stopped:

@@ -34,13 +34,21 @@ class BatchItem:
     output_index: int
 
 
+NOT_FINITE = -1
+"""What a runner answers instead of a token where the logits are NaN or infinite."""
+
+
 class Runner(Protocol):
     """Computes batches. Keeps no state of a sequence but the KV in its pool."""
 
     def execute(self, batch: list[BatchItem]) -> list[int | None]:
-        """One entry for each item: its sampled token where `sample` is set, else None.
+        """One entry for each item: its sampled token, or NOT_FINITE, where `sample` is set, else
+        None.
 
-        Items of one batch write disjoint slots and read none that another item writes.
+        Items of one batch write disjoint slots and read none that another item writes. What other
+        sequences left in slots that an item does not read changes nothing, NaN included. After an
+        exception the same items may be computed again. Raises MemoryError where the batch is too
+        large for the memory that is left.
         """
         ...
 

@@ -66,6 +66,7 @@ def build_engine(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
         eos_token_ids=loaded.eos_token_ids,
         cache_share=settings.cache_share,
         pin_share=settings.pin_share,
+        embedding_rows=loaded.config.vocab_size,
     )
     runner = TorchRunner(model, kv_blocks, settings.block_size, settings.attention)
     if device.type == "cuda" and settings.cuda_graphs and runner.replayable_decodes:
@@ -150,6 +151,7 @@ def of_weights(loaded: LoadedModel, dtype: torch.dtype, block_size: int) -> dict
         "tool_chat_template": loaded.tool_chat_template,
         "special_tokens": loaded.special_tokens,
         "add_bos": loaded.add_bos,
+        "embedding_rows": loaded.config.vocab_size,
     }
 
 

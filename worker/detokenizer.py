@@ -34,6 +34,7 @@ class IncrementalDetokenizer:
         else:
             self._decoder = _WindowDecoder(tokenizer)
         self._skipped: frozenset[int] = frozenset()
+        self._tokenizer = tokenizer
         if skip_special:
             added = tokenizer.get_added_tokens_decoder()
             self._skipped = frozenset(index for index, token in added.items() if token.special)
@@ -42,6 +43,10 @@ class IncrementalDetokenizer:
         """Text that these ids make certain; "" where they only begin a character."""
         step = self._decoder.step
         return "".join([step(index) for index in token_ids if index not in self._skipped])
+
+    def skipped_ids(self, strings: Sequence[str]) -> frozenset[int]:
+        """Ids of the special tokens among these strings, which give no text."""
+        return self._skipped & {self._tokenizer.token_to_id(string) for string in strings}
 
     def finish(self) -> str:
         """The rest: U+FFFD where the ids ended within a character."""

@@ -12,29 +12,36 @@ from itertools import repeat
 from typing import cast
 
 from cluster.blocks import hash_block as sha256_block
-from cluster.protocol import Load, RequestError
-from worker.batch import Runner, check_sampled
+from cluster.protocol import Load, RequestError, Sampling
+from worker.batch import NOT_FINITE, BatchItem, Runner, check_sampled
 from worker.block_pool import BlockPool, InvariantError
 from worker.engine_config import EngineConfig
 from worker.eviction.base import EvictionPolicy
 from worker.eviction.lru import Lru
+from worker.isolation import isolate
 from worker.messages import Changes, EngineRequest, EngineStats, EvictionAges, Output, TierStats
 from worker.plan import Plan, batch_of
 from worker.prefill_speed import StepWork
 from worker.prefix_cache import AGE_BOUNDS_S, PrefixCache, Why
+from worker.request_check import sequence_of
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence
 from worker.tiers.cold_tiers import ColdTiers
 from worker.tiers.saving import save_cache
 
-ROOT_BYTES = 32
-"""Size of a namespace root. Longer than a hash, so no content of depth 0 equals a deeper one."""
+NOT_FINITE_REASON = (
+    "the model computed NaN or infinity for this request, also without any cached block: check its "
+    "weights, and whether worker.dtype has the range that they need"
+)
+
+NO_TOKEN = Sampling(max_tokens=1, temperature=0.0)
 
 
 class EngineCore:
     """One engine. Not thread-safe: its owner calls one method at a time.
 
     last_failure   the exception of the last step in which the runner failed
+    dead_steps     steps in a row in which nothing could be computed, not even a single token
     last_work      what the last step computed
     tiers          the cold tiers of its cache, None where it has none
     """
@@ -64,6 +71,7 @@ class EngineCore:
         self._failed_steps = 0
         self._generated_tokens = 0
         self.last_failure: Exception | None = None
+        self.dead_steps = 0
         self.last_work = StepWork(0, 0, 0, synced=True)
 
     def add(self, request: EngineRequest) -> None:
@@ -79,29 +87,7 @@ class EngineCore:
                 param="request_id",
                 code="duplicate_request_id",
             )
-        if request.sampling.max_tokens < 1:
-            raise RequestError(
-                f"max_tokens must be at least 1, got {request.sampling.max_tokens}",
-                param="max_tokens",
-            )
-        if len(request.namespace_root) != ROOT_BYTES:
-            raise _internal(f"namespace root of {len(request.namespace_root)} bytes")
-        try:
-            sequence = Sequence(request, self._arrivals + 1, config.sequence_limit)
-        except ValueError as error:
-            raise _internal(str(error)) from error
-        if not sequence.tokens:
-            raise RequestError("the prompt is empty; send at least one token", param="prompt")
-        if sequence.prompt_tokens >= config.sequence_limit:
-            raise RequestError(
-                f"the prompt has {sequence.prompt_tokens} tokens; with at least 1 to generate, "
-                f"this worker takes {config.sequence_limit - 1} at most: shorten it",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        full_blocks = sequence.prompt_tokens // config.block_size
-        if sequence.hashes and len(sequence.hashes) != full_blocks:
-            raise _internal(f"{len(sequence.hashes)} block hashes for {full_blocks} full blocks")
+        sequence = sequence_of(request, self._arrivals + 1, config)
         if len(self._scheduler.waiting) >= config.max_waiting:
             raise RequestError(
                 f"{config.max_waiting} requests wait already; try again later or elsewhere",
@@ -193,9 +179,11 @@ class EngineCore:
     def step(self, now: float = 0.0) -> list[Output]:
         """Compute one batch. `now` is the caller's clock in seconds, for eviction policies only.
 
-        A failing runner ends the requests of its batch with "error" outputs; nothing that they
-        computed is cached, and the others go on. Raises InvariantError where there is work but
-        none can be done.
+        Where the runner fails, the batch is computed again in halves: a request that fails by
+        itself ends with an "error" output, one for which memory does not suffice is preempted, and
+        the others go on. A request whose logits are not finite is computed once more without any
+        cached block, and ends with an "error" output where that does not help. Raises
+        InvariantError where there is work but none can be done.
         """
         plan = self._scheduler.schedule(now)
         batch, work = batch_of(plan)
@@ -206,15 +194,18 @@ class EngineCore:
             return []
         self.last_work = work
         self._steps += 1
+        failed: list[Output] = []
         try:
             sampled = self._runner.execute(batch)
             check_sampled(batch, sampled, work.decodes)
+            self.dead_steps = 0
         except Exception as error:
             self.last_failure = error
             self._failed_steps += 1
-            reason = f"the engine failed while it computed this: {error!r}"
-            return self._fail(plan.sequences(), reason)
-        return self._commit(plan, sampled)
+            failed, sampled = self._isolate(plan, batch)
+        if NOT_FINITE in sampled:
+            failed, sampled = self._compute_afresh(plan, sampled, failed)
+        return failed + self._commit(plan, sampled)
 
     def decoding(self) -> list[tuple[str, int]]:
         """Each request that decodes and its computed tokens, in the order of a batch."""
@@ -306,6 +297,55 @@ class EngineCore:
         if live != self._sequences.keys():
             raise InvariantError(f"requests {sorted(live ^ self._sequences.keys())} are lost")
 
+    def _isolate(self, plan: Plan, batch: list[BatchItem]) -> tuple[list[Output], list[int | None]]:
+        """Compute a batch again that failed. Returns the outputs of those that fail, which leave
+        the plan, and what was sampled for the others."""
+        sequences = plan.sequences()
+        found = isolate(self._runner, batch)
+        failed = dict(found.failed)
+        starved = [sequences[index] for index in found.starved]
+        if not found.computed and starved:  # or the same would be tried for ever
+            failed[min(found.starved)] = found.starved[min(found.starved)]
+            starved.remove(sequences[min(found.starved)])
+        outputs = []
+        for index, error in failed.items():
+            reason = f"the engine failed while it computed this: {error!r}"
+            outputs += self._fail([sequences[index]], reason)
+        for sequence in starved:
+            self._scheduler.preempt(sequence)
+        alive = found.computed or self._computes()
+        self.dead_steps = 0 if alive else self.dead_steps + 1
+        return outputs, plan.without({*found.failed, *found.starved}, sequences, found.sampled)
+
+    def _computes(self) -> bool:
+        """Whether the runner can compute a token at all: if so, the requests are at fault."""
+        if not self._pool.vacant:
+            return True
+        block = self._pool.allocate()
+        try:
+            self._runner.execute([BatchItem("", [0], 0, [block], True, NO_TOKEN, 0)])
+        except Exception:
+            return False
+        finally:
+            self._pool.release(block, keep=False)
+        return True
+
+    def _compute_afresh(
+        self, plan: Plan, sampled: list[int | None], failed: list[Output]
+    ) -> tuple[list[Output], list[int | None]]:
+        """Take those whose logits are not finite out of the plan. What they reused may be at fault,
+        and what they computed must not be reused: both leave the cache."""
+        sequences = plan.sequences()
+        suspects = {index for index, token in enumerate(sampled) if token == NOT_FINITE}
+        for index in suspects:
+            sequence = sequences[index]
+            self._scheduler.distrust(sequence.block_table)
+            if sequence.isolated:
+                failed = failed + self._fail([sequence], NOT_FINITE_REASON)
+            else:
+                self._scheduler.restart(sequence)
+        return failed, plan.without(suspects, sequences, sampled)
+
     def _commit(self, plan: Plan, sampled: list[int | None]) -> list[Output]:
         outputs = self._commit_decodes(cast(list[int], sampled[: len(plan.decodes)]))
         prefilled = sampled[len(outputs) :]
@@ -360,12 +400,3 @@ class EngineCore:
     def _end(self, sequence: Sequence) -> None:
         del self._sequences[sequence.request_id]
         self._scheduler.end(sequence)
-
-
-def _internal(what: str) -> RequestError:
-    return RequestError(
-        f"the worker's server handed on a malformed request ({what}); this is a fault of the "
-        "worker, not of the request",
-        status=500,
-        type="server_error",
-    )

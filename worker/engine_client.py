@@ -7,23 +7,22 @@ import contextlib
 import itertools
 import logging
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable
-from pathlib import Path
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from cluster.blocks import split_hashes
+from cluster.pool_record import GivenWeights
 from cluster.protocol import Load, RequestError
 from cluster.settings import WorkerSettings
 from worker.messages import (
     Add,
+    ApplyWeights,
     Blocks,
     Cancel,
     Changes,
@@ -35,20 +34,22 @@ from worker.messages import (
     FromEngine,
     GetBlocks,
     GetStats,
-    LoadWeights,
     NotDone,
     Output,
     Pin,
     Pinned,
+    PrepareWeights,
     Ready,
     StartEngine,
     Stats,
     Stepped,
     Stop,
     WeightsLoaded,
+    WeightsPrepared,
     decode_from_engine,
     encode,
 )
+from worker.owned_folder import OwnedFolder
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class EngineClient:
         self._on_flushed = on_flushed
         self._on_weights = on_weights
         self._process: subprocess.Popen[bytes] | None = None
-        self._folder = ""
+        self._folder: OwnedFolder | None = None
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -126,13 +127,14 @@ class EngineClient:
             return f"the engine has not been heard for {silent_s:.0f} s"
         return ""
 
-    async def start(self) -> EngineInfo:
-        """Start the process and wait until its model is loaded.
+    async def start(self, weights: GivenWeights | None = None) -> EngineInfo:
+        """Start the process and wait until its model is loaded, with other weights than those in
+        the settings where they are given.
 
         Raises EngineDead where it ends before that.
         """
-        self._folder = tempfile.mkdtemp(prefix="stemroute-")
-        address = f"ipc://{Path(self._folder) / 'engine'}"
+        self._folder = OwnedFolder("stemroute-engine-")
+        address = f"ipc://{self._folder.path / 'engine'}"
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
@@ -145,13 +147,19 @@ class EngineClient:
             env=environment,
         )
         assert self._process.stdin is not None
-        start = StartEngine(socket=address, settings=self._settings)
+        settings = self._settings
+        if weights is not None:
+            settings = msgspec.structs.replace(
+                settings, model=weights.model, served_name=weights.name
+            )
+        start = StartEngine(socket=address, settings=settings)
         self._process.stdin.write(msgspec.json.encode(start) + b"\n")
         self._process.stdin.flush()
         ready = asyncio.get_running_loop().create_future()
         self._answers[0] = ready
         self._reader = asyncio.create_task(self._read())
         self._info = await ready
+        self._remove_folder()  # both ends are connected: nobody looks the socket up any more
         assert isinstance(self._info, EngineInfo)
         return self._info
 
@@ -209,12 +217,19 @@ class EngineClient:
         assert isinstance(tokens, int)
         return tokens
 
-    async def load_weights(self, model: str) -> None:
-        """Compute with another model; `on_weights` has been called when this returns.
+    async def prepare_weights(self, model: str) -> None:
+        """Read another model into memory, while requests run.
 
-        Requests that run then fail. Raises NotPossible where the model cannot be used.
+        Raises NotPossible where the model cannot be used.
         """
-        await self._ask(LoadWeights(next(self._tickets), model))
+        await self._ask(PrepareWeights(next(self._tickets), model))
+
+    async def apply_weights(self) -> None:
+        """Compute with the model that was prepared; `on_weights` has been called when this returns.
+
+        Requests that run then fail.
+        """
+        await self._ask(ApplyWeights(next(self._tickets)))
 
     async def stop(self) -> None:
         """End the process, by force if it does not heed. Running requests fail."""
@@ -240,7 +255,11 @@ class EngineClient:
         if self._socket is not None and self._context is not None:
             self._socket.close(linger=0)
             self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            self._folder.remove()
 
     async def _read(self) -> None:
         assert self._socket is not None
@@ -282,6 +301,8 @@ class EngineClient:
                 self._answer(ticket, message)
             case Pinned(ticket, tokens):
                 self._answer(ticket, tokens)
+            case WeightsPrepared(ticket):
+                self._answer(ticket, None)
             case WeightsLoaded(ticket=ticket):
                 self._on_weights(message.info, message.received, message.load)
                 self._answer(ticket, None)
@@ -319,7 +340,9 @@ class EngineClient:
         if problem:
             raise EngineDead(problem)
 
-    async def _ask(self, message: Flush | GetBlocks | GetStats | Pin | LoadWeights) -> object:
+    async def _ask(
+        self, message: Flush | GetBlocks | GetStats | Pin | PrepareWeights | ApplyWeights
+    ) -> object:
         self._raise_if_dead()
         future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self._answers[message.ticket] = future

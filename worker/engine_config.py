@@ -18,6 +18,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids    tokens that end an answer
     cache_share      share of the pool that may hold cached blocks which no sequence references
     pin_share        share of the pool for pinned prefixes; no sequence may count on it
+    embedding_rows   token ids are below this; 0 where the runner takes any
     """
 
     block_size: int
@@ -31,6 +32,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     cache_share: float = 1.0
     pin_share: float = 0.0
+    embedding_rows: int = 0
 
     def __post_init__(self) -> None:
         for name in (

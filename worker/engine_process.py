@@ -26,6 +26,7 @@ from worker.build import build_engine
 from worker.engine import EngineCore
 from worker.messages import (
     Add,
+    ApplyWeights,
     Blocks,
     Cancel,
     Changes,
@@ -35,10 +36,10 @@ from worker.messages import (
     Flushed,
     GetBlocks,
     GetStats,
-    LoadWeights,
     NotDone,
     Pin,
     Pinned,
+    PrepareWeights,
     Ready,
     Refused,
     StartEngine,
@@ -47,6 +48,7 @@ from worker.messages import (
     Stop,
     ToEngine,
     WeightsLoaded,
+    WeightsPrepared,
     decode_to_engine,
     encode,
 )
@@ -67,8 +69,9 @@ TIER_POLL_MS = 1
 
 SAVE_POLL_S = 0.001
 
-FAILED_STEPS_TO_GIVE_UP = 3
-"""So many failed steps in a row, and the process ends: whoever watches it starts a fresh one."""
+DEAD_STEPS_TO_GIVE_UP = 3
+"""After so many steps in a row in which nothing could be computed the process ends, and the worker
+is replaced."""
 
 
 class EngineLoop:
@@ -86,13 +89,13 @@ class EngineLoop:
         self._settings = settings
         self._socket = socket
         self._change: tuple[int, WeightChange, Future[Prepared]] | None = None
+        self._prepared: tuple[WeightChange, Prepared] | None = None
         self._speed = PrefillSpeed(info.prefill)
         self._refused: list[Refused] = []
-        self._failed_in_a_row = 0
         self._stopped = False
 
     def run(self) -> None:
-        """Until a Stop message. Raises RuntimeError when steps keep failing."""
+        """Until a Stop message. Raises RuntimeError when nothing can be computed any more."""
         while not self._stopped:
             idle = not self._core.has_work()
             wait_ms = SIGN_OF_LIFE_MS if self._change is None else LOADING_POLL_MS
@@ -100,7 +103,7 @@ class EngineLoop:
                 wait_ms = TIER_POLL_MS if self._core.waits_for_loads() else 0
             heard = self._take_messages(wait_ms)
             if self._change is not None and self._change[2].done():
-                self._change_weights(*self._change)
+                self._take_prepared(*self._change)
                 self._change = None
             if self._core.has_work():
                 self._step()
@@ -159,8 +162,10 @@ class EngineLoop:
                 self._send(Stats(ticket, core.stats(), core.eviction_ages(), core.tier_stats()))
             case Pin(ticket, namespace_root, token_ids):
                 self._send(Pinned(ticket, core.pin(namespace_root, token_ids)))
-            case LoadWeights(ticket, model):
+            case PrepareWeights(ticket, model):
                 self._prepare_weights(ticket, model)
+            case ApplyWeights(ticket):
+                self._apply_weights(ticket)
             case Stop():
                 self._stopped = True
 
@@ -168,6 +173,7 @@ class EngineLoop:
         if self._change is not None:
             self._send(NotDone(ticket, "other weights are being loaded already"))
             return
+        self._prepared = None
         try:
             change = WeightChange(self._core, self._info, self._settings)
         except ModelError as error:
@@ -175,14 +181,21 @@ class EngineLoop:
             return
         self._change = ticket, change, change.prepare(path)
 
-    def _change_weights(self, ticket: int, change: WeightChange, ready: Future[Prepared]) -> None:
+    def _take_prepared(self, ticket: int, change: WeightChange, ready: Future[Prepared]) -> None:
         try:
-            prepared = ready.result()
+            self._prepared = change, ready.result()
         except Exception as error:  # whatever a file can bring about: the old weights stay
             unforeseen = None if isinstance(error, ModelError) else error
             log.warning("the new weights cannot be used: %s", error, exc_info=unforeseen)
             self._send(NotDone(ticket, str(error) or repr(error)))
             return
+        self._send(WeightsPrepared(ticket))
+
+    def _apply_weights(self, ticket: int) -> None:
+        if self._prepared is None:
+            self._send(NotDone(ticket, "no other weights have been prepared"))
+            return
+        (change, prepared), self._prepared = self._prepared, None
         self._info, outputs = change.apply(prepared)
         # The failures go out without the changes of the cache, which are the old epoch's end.
         changes = self._core.take_changes()
@@ -206,18 +219,16 @@ class EngineLoop:
         ended_s = time.perf_counter()
         failure = ""
         if self._core.stats().failed_steps > failed_before:
-            self._failed_in_a_row += 1
             self._speed.interrupted()
             failure = repr(self._core.last_failure)
             log.error("a step failed: %s", failure, exc_info=self._core.last_failure)
         else:
-            self._failed_in_a_row = 0
             self._speed.observe(self._core.last_work, began_s, ended_s)
             if self._core.tiers is not None and self._speed.speed.s_per_token:
                 self._core.tiers.set_prefill_speed(*self._speed.speed)
         self._tell(outputs, failure)
-        if self._failed_in_a_row >= FAILED_STEPS_TO_GIVE_UP:
-            raise RuntimeError(f"{self._failed_in_a_row} steps in a row failed: {failure}")
+        if self._core.dead_steps >= DEAD_STEPS_TO_GIVE_UP:
+            raise RuntimeError(f"{self._core.dead_steps} steps in a row failed: {failure}")
 
     def _tell(self, outputs: list, failure: str) -> None:  # type: ignore[type-arg]
         refused, self._refused = self._refused, []

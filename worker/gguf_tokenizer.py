@@ -67,6 +67,13 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
     return tokenizer
 
 
+def adds_bos(metadata: Metadata) -> bool:
+    """Whether texts begin with the bos token: where the file does not say, as llama.cpp does for
+    its way to split words."""
+    split = metadata.get("tokenizer.ggml.pre", "default")
+    return bool(metadata.get("tokenizer.ggml.add_bos_token", split == "llama-bpe"))
+
+
 def end_token_ids(metadata: Metadata, tokens: list[str]) -> list[int]:
     """Ids of the tokens that end an answer."""
     named = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))

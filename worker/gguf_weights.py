@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
 
-from worker.gguf_tokenizer import build_tokenizer, end_token_ids
+from worker.gguf_tokenizer import adds_bos, build_tokenizer, end_token_ids
 from worker.models.config import ModelConfig, ModelError, UnsupportedModel
 
 ARCHITECTURES = {
@@ -102,6 +102,12 @@ class GgufFile:
 def convert_gguf(file: Path, directory: Path, dtype: torch.dtype) -> None:
     """Write config.json, model.safetensors, tokenizer.json and their kin into `directory`."""
     source = GgufFile(file)
+    parts = int(source.get("split.count", 0))
+    if parts > 1:
+        raise UnsupportedModel(
+            f"{file} is part {int(source.get('split.no', 0)) + 1} of {parts} of a model: merge "
+            "them with `llama-gguf-split --merge FIRST_PART OUT.gguf` and load that file"
+        )
     raw_config = _config_of(source)
     raw_config["torch_dtype"] = str(dtype).removeprefix("torch.")
     config = ModelConfig.from_hf(raw_config)
@@ -127,7 +133,7 @@ def convert_gguf(file: Path, directory: Path, dtype: torch.dtype) -> None:
     tokens = source.need("tokenizer.ggml.tokens")
     tokenizer_config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": bool(source.get("tokenizer.ggml.add_bos_token", False)),
+        "add_bos_token": adds_bos(source),
     }
     for key, field in (
         ("bos_token", "bos_token_id"),
@@ -225,7 +231,13 @@ def _rope_of(source: GgufFile, architecture: str) -> dict[str, Any]:
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
     factor = _shortest(source.need(f"{architecture}.rope.scaling.factor"))
-    return {"rope_type": kind, "rope_theta": theta, "factor": factor}
+    original = source.get(f"{architecture}.rope.scaling.original_context_length")
+    return {
+        "rope_type": kind,
+        "rope_theta": theta,
+        "factor": factor,
+        "original_max_position_embeddings": original,
+    }
 
 
 def _shortest(value: float) -> float:

@@ -81,11 +81,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     evictions_for_space          their room was needed
     evictions_over_share         the cache held more than its share of the pool
     evictions_expired            they had been of no use for too long (policy `ttl`)
-    flushed_blocks               cached blocks dropped by flushes and new weights
+    flushed_blocks               cached blocks dropped by flushes and new weights, or because a
+                                 request that used them computed NaN or infinity
     pinned_blocks                blocks pinned now
     duplicates                   blocks computed though another had cached them meanwhile
     collisions                   equal hashes of unequal content seen, on a look-up or a commit
-    failed_steps                 steps in which the runner failed
+    failed_steps                 steps that failed and were computed again, item by item if need be
     """
 
     hits: int
@@ -209,18 +210,24 @@ class Pin(msgspec.Struct, frozen=True, tag=True):
     token_ids: bytes
 
 
-class LoadWeights(msgspec.Struct, frozen=True, tag=True):
-    """Load another model of the same architecture, then end all requests and compute with it."""
+class PrepareWeights(msgspec.Struct, frozen=True, tag=True):
+    """Read another model of the same architecture into memory, and go on computing meanwhile."""
 
     ticket: int
     model: str
+
+
+class ApplyWeights(msgspec.Struct, frozen=True, tag=True):
+    """End all requests, then compute with the model that was prepared last."""
+
+    ticket: int
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the process."""
 
 
-ToEngine = Add | Cancel | Flush | GetBlocks | GetStats | Pin | LoadWeights | Stop
+ToEngine = Add | Cancel | Flush | GetBlocks | GetStats | Pin | PrepareWeights | ApplyWeights | Stop
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -303,8 +310,14 @@ class Pinned(msgspec.Struct, frozen=True, tag=True):
     tokens: int
 
 
+class WeightsPrepared(msgspec.Struct, frozen=True, tag=True):
+    """Answer to PrepareWeights: they can be used."""
+
+    ticket: int
+
+
 class WeightsLoaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Answer to LoadWeights: what comes after this is of the new model, and of a new epoch."""
+    """Answer to ApplyWeights: what comes after this is of the new model, and of a new epoch."""
 
     ticket: int
     info: EngineInfo
@@ -325,7 +338,18 @@ class Died(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-FromEngine = Ready | Stepped | Flushed | Blocks | Stats | Pinned | WeightsLoaded | NotDone | Died
+FromEngine = (
+    Ready
+    | Stepped
+    | Flushed
+    | Blocks
+    | Stats
+    | Pinned
+    | WeightsPrepared
+    | WeightsLoaded
+    | NotDone
+    | Died
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -20,6 +20,17 @@ class Plan(NamedTuple):
         """Who gets something, in the order of the batch."""
         return [*self.decodes.sequences, *self.prefills]
 
+    def without(
+        self, left: set[int], sequences: list[Sequence], sampled: list[int | None]
+    ) -> list[int | None]:
+        """Have the prefills follow when sequences, by index, have left the running ones.
+
+        `sequences` is what it was before that. Returns what is left of `sampled`.
+        """
+        for index in left:
+            self.prefills.pop(sequences[index], None)
+        return [token for index, token in enumerate(sampled) if index not in left]
+
 
 def batch_of(plan: Plan) -> tuple[list[BatchItem], StepWork]:
     """The runner's batch, and how much work it is."""

@@ -57,7 +57,7 @@ class PrefixCache:
     evicted_ages    evictions by age (time since the last use): one count for each of AGE_BOUNDS_S,
                     not cumulative, and one for what is older
     evicted_age_s   sum of these ages, seconds
-    flushed         blocks dropped by flushes
+    flushed         blocks dropped by flushes, or because their KV cannot be trusted
     """
 
     def __init__(
@@ -272,6 +272,29 @@ class PrefixCache:
         self._hashes.clear()
         self._contents.clear()
 
+    def forget(self, blocks: Sequence[int]) -> set[int]:
+        """Drop these blocks, where they are cached, and all that continue them, from the cold tiers
+        too: their KV cannot be trusted. Returns all that were cached. O(cache).
+
+        Referenced blocks stay with the sequences that use them.
+        """
+        gone = self._hashes.keys() & set(blocks)
+        order = []
+        for block in self._blocks.values() if gone else ():  # parents first
+            if self._parents[block] in gone:
+                gone.add(block)
+            if block in gone:
+                order.append(block)
+        if self._tiers is not None:
+            self._tiers.forget_blocks([self._hashes[block] for block in order])
+        for block in reversed(order):
+            if not self._pool.references(block):
+                self._policy.withdrawn(block)
+                self._pool.vacate(block)
+            self._drop(block)
+        self.flushed += len(order)
+        return gone
+
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
         """Hashes stored (parents first) and evicted since the last take, net and disjoint."""
         stored, evicted = list(self._stored), list(self._evicted)
@@ -286,17 +309,22 @@ class PrefixCache:
                 f"block {block} is no leaf: cached {block_hash is not None}, "
                 f"{self._children[block]} children, {self._pool.references(block)} references"
             )
-        if self._tiers is not None:
-            if why is not Why.EXPIRED:  # what has no use here has none there
-                self.offer(block, self.now)
-            self._tiers.left(block, self.now)
+        if self._tiers is not None and why is not Why.EXPIRED:  # no use here, none there
+            self.offer(block, self.now)
         self._pool.vacate(block)
-        del self._blocks[block_hash], self._hashes[block], self._contents[block]
-        self._note_gone(block_hash)
         self.evicted_for[why] += 1
         age_s = max(0.0, self.now - self._pool.last_used[block])
         self.evicted_ages[bisect_left(AGE_BOUNDS_S, age_s)] += 1
         self.evicted_age_s += age_s
+        self._drop(block)
+
+    def _drop(self, block: int) -> None:
+        """Take a block without children out of the maps."""
+        if self._tiers is not None:
+            self._tiers.left(block, self.now)
+        block_hash = self._hashes.pop(block)
+        del self._blocks[block_hash], self._contents[block]
+        self._note_gone(block_hash)
         self._orphan(block)
         self._parents[block] = 0
 

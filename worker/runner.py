@@ -61,16 +61,23 @@ class TorchRunner:
         """One sampled token for each item with `sample`, None for the others.
 
         Raises ValueError for an item that is empty, that its block table does not cover or that
-        writes outside the pool.
+        writes outside the pool, MemoryError where the device or the host has no memory for it.
         """
         answers: list[int | None] = [None] * len(batch)
         if not batch:
             return answers
-        sampled, (likeliest, logits) = self.compute(batch)
-        if sampled:
-            tokens = sample(logits, [_draw(batch[index]) for index in sampled], likeliest)
-            for index, token in zip(sampled, read_back(tokens), strict=True):
-                answers[index] = token
+        try:
+            sampled, (likeliest, logits) = self.compute(batch)
+            if sampled:
+                tokens = sample(logits, [_draw(batch[index]) for index in sampled], likeliest)
+                for index, token in zip(sampled, read_back(tokens), strict=True):
+                    answers[index] = token
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            if self.model.device.type == "cuda":
+                torch.cuda.empty_cache()  # what is cached in pieces of other sizes
+            raise MemoryError(f"a step of {len(batch)} sequences: {error}") from error
         return answers
 
     @torch.inference_mode()
@@ -106,6 +113,11 @@ class TorchRunner:
             return None
         step = self._layout(batch, pad_to=size)
         return step.sampled, self._graphs.replay(step)
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch's error says that an allocation failed. For the host it has no class."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _draw(item: BatchItem) -> Draw:

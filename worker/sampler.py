@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from cluster.protocol import Sampling
+from worker.batch import NOT_FINITE
 from worker.staging import upload
 
 GREEDY_BELOW = 1e-5
@@ -39,12 +40,15 @@ def uniform(seed: int, output_index: int) -> float:
 
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw], likeliest: torch.Tensor) -> torch.Tensor:
-    """One token id for each row of `logits` `[rows, vocabulary]` (fp32), on its device.
+    """One token id for each row of `logits` `[rows, vocabulary]` (fp32), on its device; NOT_FINITE
+    for a row with NaN or positive infinity, and for one of negative infinity alone.
 
     likeliest  `[rows]`, greatest logit of each row; becomes the answer, in place
     On CUDA the host waits for nothing.
     Raises ValueError for a draw that is not greedy and has no seed.
     """
+    # The greatest is NaN where any is, so it speaks for the whole row.
+    wrong = logits.gather(1, likeliest[:, None])[:, 0].isfinite().logical_not_()
     random = [
         index for index, draw in enumerate(draws) if draw.sampling.temperature >= GREEDY_BELOW
     ]
@@ -52,7 +56,7 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw], likeliest: torch.Tensor)
         rows = upload(random, torch.int64, logits.device)
         drawn = _draw(logits.index_select(0, rows), [draws[index] for index in random])
         likeliest.index_copy_(0, rows, drawn)
-    return likeliest
+    return likeliest.masked_fill_(wrong, NOT_FINITE)
 
 
 def _draw(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:

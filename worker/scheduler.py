@@ -128,6 +128,25 @@ class Scheduler:
             self._stop_running(sequence)
         sequence.status = Status.ENDED
 
+    def restart(self, sequence: Sequence) -> None:
+        """Compute a running sequence afresh, in blocks of its own: from now on it neither reuses
+        nor caches anything. Its outputs stay."""
+        sequence.isolated = True
+        self.preempt(sequence)
+
+    def distrust(self, blocks: list[int]) -> None:
+        """Forget what is cached of these blocks and behind them; running sequences go on with
+        theirs, but cache nothing more below a block that was forgotten."""
+        gone = self._cache.forget(blocks)
+        if not gone:
+            return
+        for sequence in self.running.values():
+            if sequence.publishes and not gone.isdisjoint(sequence.block_table):
+                self._in_flight.leave(sequence)
+                sequence.publishes = False
+        if self.loading is not None:
+            self.loading.flush()
+
     def flush(self) -> None:
         """Forget all cached blocks; running sequences go on with theirs.
 
@@ -243,7 +262,7 @@ class Scheduler:
         blocks.extend([self._cache.allocate() for _ in range(total - hit_blocks)])
         sequence.block_table = blocks
         sequence.settled_blocks = hit_blocks
-        sequence.publishes = self._config.prefix_caching
+        sequence.publishes = self._config.prefix_caching and not sequence.isolated
         sequence.status = Status.RUNNING
         self._estimate(sequence, hit_blocks)
         self.running[sequence.request_id] = sequence
@@ -272,17 +291,15 @@ class Scheduler:
         """
         while not self._pool.free_blocks:
             victim = max(self.running.values(), key=lambda running: running.order)
-            self._preempt(victim)
+            self.preempt(victim)  # not back in this step: one of its blocks is taken
             if victim is sequence:
                 return
         sequence.block_table.append(self._cache.allocate())
         self.decodes.full.remove(sequence)
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue's front. Outputs stay; its KV is looked up or computed afresh.
-
-        It cannot come back in the same step: of the blocks it gave up, one is taken.
-        """
+    def preempt(self, sequence: Sequence) -> None:
+        """Put a running sequence back at the queue's front. Outputs stay; its KV is looked up or
+        computed afresh."""
         self._stop_running(sequence)
         sequence.status = Status.WAITING
         sequence.loaded = False
@@ -328,13 +345,13 @@ class Scheduler:
 
     def _hit_limit(self, sequence: Sequence) -> int:
         """Blocks that may be reused: all but the last token, so that there is one to compute."""
-        if not self._config.prefix_caching:
+        if not self._config.prefix_caching or sequence.isolated:
             return 0
         return (len(sequence.tokens) - 1) // self._block_size
 
     def _extend_hashes(self, sequence: Sequence) -> None:
         """Hash all full blocks: before the first admission, or again with outputs after it."""
-        if not self._config.prefix_caching:
+        if not self._config.prefix_caching or sequence.isolated:
             sequence.hashes = []
             return
         hashes = sequence.hashes

@@ -41,6 +41,7 @@ class Sequence:
     publishes        whether its further full blocks may enter the cache
     held_for         hash of the block, being computed by another or loaded, that this one waits for
     loaded           whether a load has been begun for it since it was queued
+    isolated         whether it reuses nothing and caches nothing, since its logits were not finite
     due              step of `Decodes` after which it is looked at; 0 while it does not decode
     hit_tokens       prompt tokens reused at the first admission; None before it
     """
@@ -51,6 +52,7 @@ class Sequence:
         "hashes",
         "held_for",
         "hit_tokens",
+        "isolated",
         "limit_tokens",
         "loaded",
         "order",
@@ -89,6 +91,7 @@ class Sequence:
         self.publishes = False
         self.held_for: bytes | None = None
         self.loaded = False
+        self.isolated = False
         self.due = 0
         self.hit_tokens: int | None = None
         self.status = Status.WAITING

@@ -28,6 +28,7 @@ import msgspec
 from aiohttp import web
 
 from cluster.blocks import hash_blocks, join_hashes
+from cluster.metric_definition import CONTENT_TYPE
 from cluster.protocol import (
     HEADER_HIT_TOKENS,
     HEADER_PROMPT_TOKENS,
@@ -293,13 +294,14 @@ async def _blocks(request: web.Request) -> web.Response:
 async def _health(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     problem = service.problem()
-    body = {"worker": service.name, "ready": not problem, "reason": problem}
+    bus = service.publisher.status.reason  # no reason to take no requests
+    body = {"worker": service.name, "ready": not problem, "reason": problem, "bus": bus}
     return web.json_response(body, status=503 if problem else 200)
 
 
 async def _metrics(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
-    return web.Response(body=await render_metrics(service), content_type="text/plain")
+    return web.Response(body=await render_metrics(service), headers={"Content-Type": CONTENT_TYPE})
 
 
 async def _flush(request: web.Request) -> web.Response:

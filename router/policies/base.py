@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
@@ -21,7 +22,7 @@ MANY_NEAR = 16
 """Entries whose loads are compared at once; fewer are compared one by one."""
 
 
-class Columns(NamedTuple):
+class Columns(msgspec.Struct, frozen=True, eq=False):
     """The workers and their load: arrays of shape `[n]`, one entry per worker, in one order.
 
     slots            a number per worker, the same from request to request
@@ -52,7 +53,7 @@ class Columns(NamedTuple):
     s_per_pair: FloatArray
 
 
-class Candidates(NamedTuple):
+class Candidates(msgspec.Struct, frozen=True, eq=False):
     """A prompt, and the workers that may serve it: at least one. Policies do not write to arrays.
 
     prompt_tokens    tokens of the prompt
@@ -89,10 +90,11 @@ class Candidates(NamedTuple):
     def only(self, kept: BoolArray) -> Candidates:
         """The candidates where `kept` (`[n]`) is true; it must be so for at least one."""
         hits = self.hit_tokens[kept]
-        return self._replace(
+        return structs.replace(
+            self,
             hit_tokens=hits,
             best_hit_tokens=int(hits.max()),
-            columns=Columns._make(column[kept] for column in self.columns),
+            columns=Columns(*(column[kept] for column in structs.astuple(self.columns))),
         )
 
 
@@ -105,7 +107,7 @@ LEFT_OUT: dict[LeftOut, str] = {
 }
 
 
-class Decision(NamedTuple):
+class Decision(msgspec.Struct, frozen=True, eq=False):
     """What a policy chose.
 
     chosen    entry of the candidates

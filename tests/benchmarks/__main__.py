@@ -29,6 +29,7 @@ BENCHMARKS = {
         "streaming_engine_rate",
         "gateway_vs_smg",
         "loop_stall",
+        "http_server",
         "simulate_speed",
         "fidelity",
     )

@@ -3,7 +3,7 @@
 A gateway process, a mock worker with a context of 800,000 tokens, and three clients: one asks
 `/health` all the time, one reads a stream of an event every 10 ms, one sends the body of the case
 and waits for its answer. The value is the worst time of `/health` to answer, over all cases. The
-largest gap of the stream is shown too; where a prompt fits, the mock worker's hashing is part of it.
+stream's largest gap is shown too; where a prompt fits, the mock worker's hashing is part of it.
 
 Each case runs several times, and its quietest run counts: what else the machine does delays a run
 now and then, while what the gateway does delays every one.

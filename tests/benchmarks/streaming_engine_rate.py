@@ -18,7 +18,7 @@ import msgspec
 from cluster.blocks import pack_tokens
 from cluster.protocol import GenerateRequest, Sampling
 from cluster.settings import Settings, WorkerSettings
-from ops.local import start_valkey
+from ops.keeper import start_valkey
 from tests.benchmarks.decoding import ROOT
 from worker.build import build_engine
 from worker.messages import EngineRequest

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from tests.router.candidates import candidates, choose
 
@@ -50,7 +51,7 @@ GIVEN = candidates(
 )
 
 
-COVERED = GIVEN._replace(in_flight=9)  # two of three hold what one of ten asks for
+COVERED = structs.replace(GIVEN, in_flight=9)  # two of three hold what one of ten asks for
 SCENES = pytest.mark.parametrize("given", [GIVEN, COVERED], ids=["in demand", "covered"])
 
 

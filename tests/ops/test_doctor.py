@@ -8,12 +8,14 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from cluster.bus import BusKeys, Publisher, connect
+from cluster.bus import BusKeys, Publisher
 from cluster.protocol import PROTOCOL_VERSION, Load
+from cluster.redis_client import connect
 from cluster.settings import BusSettings, GatewaySettings, Settings, WorkerSettings
 from ops.cli import app
 from ops.doctor import examine, healthy
 from router.gateway import Gateway
+from tests.cluster.redis_servers import order
 from tests.router.support import FakeWorker
 from tests.router.test_over_the_bus import Heard, Published
 from tests.tiny_model import write_tiny_llama
@@ -23,6 +25,7 @@ BUS = BusSettings(lease_s=3.0, heartbeat_s=0.1, min_report_gap_s=0.002)
 PATIENCE_S = 1.0
 LINKS = [
     "redis",
+    "writes",
     "cards",
     "versions",
     "digests",
@@ -192,10 +195,54 @@ async def test_without_redis_only_the_gateway_is_looked_at(fakes):
         links = by_name(await look(away, gateway.url))
         assert links["redis"].state == "broken"
         assert "STEMROUTE_REDIS_URL" in links["redis"].mend
-        assert {links[name].state for name in LINKS[1:8]} == {"skipped"}
+        assert {links[name].state for name in LINKS[1:9]} == {"skipped"}
         assert (links["gateway"].state, links["ready"].state) == ("ok", "ok")
         unnamed = msgspec.structs.replace(settings, redis_url="")
         assert by_name(await look(unnamed, gateway.url))["redis"].found == "no Redis is named"
+
+
+async def test_a_redis_that_takes_no_writes_or_evicts_is_named(own_valkey, pool):
+    settings = settings_of(own_valkey.connection_url, pool)
+    await order(own_valkey, "CONFIG", "SET", "maxmemory", "1")
+    links = by_name(await look(settings, "http://127.0.0.1:1"))
+    assert (links["redis"].state, links["writes"].state) == ("ok", "broken")
+    assert "Redis takes no writes: it has reached maxmemory" in links["writes"].found
+    await order(own_valkey, "CONFIG", "SET", "maxmemory", "0")
+    for number in range(50):
+        await order(own_valkey, "SET", f"other:{number}", "x" * 50_000)
+    used = (await order(own_valkey, "INFO", "memory"))["used_memory"]
+    await order(own_valkey, "CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    await order(own_valkey, "CONFIG", "SET", "maxmemory", used - 1_000_000)
+    links = by_name(await look(settings, "http://127.0.0.1:1"))
+    assert "evicts keys (maxmemory-policy allkeys-lru" in links["writes"].found
+    await order(own_valkey, "REPLICAOF", "127.0.0.1", "1")
+    links = by_name(await look(settings, "http://127.0.0.1:1"))
+    assert links["redis"].state == "broken"
+    assert "is a replica of 127.0.0.1:1" in links["redis"].found
+
+
+async def test_a_password_is_never_part_of_a_message(own_valkey, pool):
+    await order(own_valkey, "CONFIG", "SET", "requirepass", "right/one")
+    run = CliRunner().invoke
+    port = own_valkey.port
+    for url, words in (
+        (f"redis://:zyx/ret@127.0.0.1:{port}/0", "percent-encode them"),
+        (f"redis://:zyx%2Fret@127.0.0.1:{port}/0", "Redis refuses user or password"),
+        (f"redis://zyx/ret:x@127.0.0.1:{port}", "percent-encode them"),
+        ("redis://:zyx", "the port in the Redis URL is not a number"),
+    ):
+        arguments = ["doctor", "--url", "http://127.0.0.1:1", "--redis-url", url, "--pool", pool]
+        result = await asyncio.to_thread(run, app, arguments)
+        told = result.output + str(result.exception)
+        assert result.exit_code == 1
+        assert words in told, told
+        assert "zyx" not in told, told
+    links = by_name(
+        await look(
+            settings_of(f"redis://:right%2Fone@127.0.0.1:{port}", pool), "http://127.0.0.1:1"
+        )
+    )
+    assert links["redis"].state == "ok"
 
 
 async def test_another_pool_is_named(fakes):
@@ -284,4 +331,4 @@ async def test_the_command_prints_links_and_mends_and_ends_with_1(fakes):
     assert result.exit_code == 1
     links = json.loads(result.output)
     assert [link["name"] for link in links] == LINKS
-    assert links[1]["state"] == "ok"
+    assert links[2]["state"] == "ok"

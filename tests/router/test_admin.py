@@ -98,6 +98,7 @@ async def test_the_fleet_is_shown_as_this_gateway_sees_it():
             "connected": True,
             "stale": False,
             "reason": "",
+            "warning": "",
             "reports": 7,
             "gaps": 1,
             "disagreements": 0,
@@ -123,6 +124,8 @@ async def test_the_fleet_is_shown_as_this_gateway_sees_it():
             "dropped_blocks": 0,
             "routed": 1,
             "block_size": 4,
+            "report_age_s": None,
+            "kept": False,
         }
 
 

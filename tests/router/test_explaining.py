@@ -208,7 +208,7 @@ def test_the_holders_under_the_guard_say_that_it_left_them_out():
     assert "hotspot guard" in answer.because
     assert dispatcher.place("tiny", PROMPT, "r2").worker != "w003"
     lines = dispatcher._metrics.text().decode().splitlines()
-    name = 'stemroute_decisions_total{policy="locality:guard=1",reason='
+    name = 'stemroute_gateway_decisions_total{policy="locality:guard=1",reason='
     assert f'{name}"guard"}} 1.0' in lines
     assert f'{name}"hit"}} 2.0' in lines
 

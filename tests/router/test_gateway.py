@@ -218,7 +218,7 @@ async def test_health_is_about_the_process_and_ready_about_the_pool():
 
 async def test_a_stale_index_is_not_ready_and_says_why():
     async with Rig() as rig:
-        rig.follower.status.stale = True
+        rig.follower.status.connected, rig.follower.status.stale = False, True
         rig.follower.status.reason = "Redis cannot be reached"
         status, _, body = await rig.get("/ready")
         assert status == 503
@@ -302,31 +302,31 @@ async def test_metrics_tell_of_fleet_bus_and_requests():
             assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
             lines = (await answer.text()).splitlines()
         assert {
-            'stemroute_requests_total{endpoint="/v1/completions",status="200"} 1.0',
-            'stemroute_requests_total{endpoint="/v1/completions",status="400"} 1.0',
-            'stemroute_requests_total{endpoint="none",status="404"} 1.0',
-            'stemroute_decisions_total{policy="locality",reason="only"} 1.0',
-            "stemroute_decision_seconds_count 1.0",
-            "stemroute_first_byte_seconds_count 1.0",
-            "stemroute_prompt_tokens_total 11.0",
-            'stemroute_workers{model="tiny",state="ready"} 1.0',
-            'stemroute_workers{model="tiny",state="draining"} 1.0',
-            'stemroute_worker_pending_prefill_tokens{worker="w0"} 9.0',
-            'stemroute_worker_batch{worker="w0"} 3.0',
-            'stemroute_worker_indexed_blocks{worker="w0"} 1.0',
-            "stemroute_bus_connected 1.0",
-            "stemroute_bus_stale 1.0",
-            "stemroute_bus_reports_total 7.0",
-            "stemroute_bus_gaps_total 1.0",
-            "stemroute_bus_repairs_total 1.0",
-            "stemroute_index_disagreements_total 9.0",
-            "stemroute_disagreeing_workers 1.0",
-            "stemroute_bus_unreadable_total 3.0",
-            'stemroute_worker_report_age_seconds{worker="w0"} 0.5',
-            "stemroute_requests_in_flight 0.0",
-            "stemroute_connections 1.0",
-            "stemroute_refused_connections_total 0.0",
-            "stemroute_stalled_connections_total 0.0",
+            'stemroute_gateway_requests_total{endpoint="/v1/completions",status="200"} 1.0',
+            'stemroute_gateway_requests_total{endpoint="/v1/completions",status="400"} 1.0',
+            'stemroute_gateway_requests_total{endpoint="none",status="404"} 1.0',
+            'stemroute_gateway_decisions_total{policy="locality",reason="only"} 1.0',
+            "stemroute_gateway_decision_duration_seconds_count 1.0",
+            "stemroute_gateway_time_to_first_byte_seconds_count 1.0",
+            "stemroute_gateway_prompt_tokens_total 11.0",
+            'stemroute_gateway_workers{model="tiny",state="ready"} 1.0',
+            'stemroute_gateway_workers{model="tiny",state="draining"} 1.0',
+            'stemroute_gateway_worker_pending_prefill_tokens{worker="w0"} 9.0',
+            'stemroute_gateway_worker_batch_requests{worker="w0"} 3.0',
+            'stemroute_gateway_worker_indexed_blocks{worker="w0"} 1.0',
+            "stemroute_gateway_bus_up 1.0",
+            "stemroute_gateway_index_stale 1.0",
+            "stemroute_gateway_bus_reports_total 7.0",
+            "stemroute_gateway_bus_gaps_total 1.0",
+            "stemroute_gateway_bus_repairs_total 1.0",
+            "stemroute_gateway_index_disagreements_total 9.0",
+            "stemroute_gateway_disagreeing_workers 1.0",
+            "stemroute_gateway_bus_unreadable_messages_total 3.0",
+            'stemroute_gateway_worker_report_age_seconds{worker="w0"} 0.5',
+            "stemroute_gateway_in_flight_requests 0.0",
+            "stemroute_gateway_open_connections 1.0",
+            "stemroute_gateway_refused_connections_total 0.0",
+            "stemroute_gateway_stalled_connections_total 0.0",
         } <= set(lines)
 
 
@@ -356,8 +356,8 @@ async def test_the_api_key_is_asked_for(header, status):
 async def test_two_gateways_of_one_process_count_apart():
     async with Rig() as one, Rig() as other:
         await one.complete()
-        assert b"stemroute_prompt_tokens_total 11.0" in one.gateway.metrics.text()
-        assert b"stemroute_prompt_tokens_total 0.0" in other.gateway.metrics.text()
+        assert b"stemroute_gateway_prompt_tokens_total 11.0" in one.gateway.metrics.text()
+        assert b"stemroute_gateway_prompt_tokens_total 0.0" in other.gateway.metrics.text()
 
 
 async def test_a_taken_port_is_an_error_and_leaves_nothing():
@@ -406,7 +406,7 @@ async def test_that_the_follower_ended_is_told_everywhere():
         assert (bus["connected"], bus["stale"]) == (False, True)
         assert bus["reason"] == body["index"]["reason"] != ""
         lines = rig.gateway.metrics.text().decode().splitlines()
-        assert {"stemroute_bus_connected 0.0", "stemroute_bus_stale 1.0"} <= set(lines)
+        assert {"stemroute_gateway_bus_up 0.0", "stemroute_gateway_index_stale 1.0"} <= set(lines)
 
 
 async def test_a_worker_that_is_not_in_the_fleet_makes_no_index_stale():
@@ -414,4 +414,7 @@ async def test_a_worker_that_is_not_in_the_fleet_makes_no_index_stale():
         rig.follower.status.disagreeing = {"gone": 4}
         assert not (await rig.get("/ready"))[2]["index"]["stale"]
         lines = rig.gateway.metrics.text().decode().splitlines()
-        assert {"stemroute_bus_stale 0.0", "stemroute_disagreeing_workers 0.0"} <= set(lines)
+        assert {
+            "stemroute_gateway_index_stale 0.0",
+            "stemroute_gateway_disagreeing_workers 0.0",
+        } <= set(lines)

@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from router.policies import parse_policy, with_room
 from tests.router.candidates import candidates, choose
@@ -15,6 +16,8 @@ INF = float("inf")
 SHARED = candidates(
     hit=[0, 800], pending=[0, 600], running=[2, 4], s_per_token=[1e-3] * 2, stay_s=1.5, in_flight=3
 )
+SHARED_BY_TWO = structs.replace(SHARED, sharing=1)  # of four requests, this one included
+SHARED_BY_THREE = structs.replace(SHARED, sharing=2)
 
 # policy, candidates, chosen (a set where chance decides), costs
 CASES = [
@@ -158,8 +161,18 @@ CASES = [
     ),
     # two of four requests, this one included, share what one worker of two holds: it suffices, and
     # the own prefill counts as a first token; the same with three of four
-    ("marginal", SHARED._replace(sharing=1), {1}, [1 * 3 * 8 / 3 + 2, 0.8 * 1.4 * 8 / 3 + 0.2 * 4]),
-    ("marginal", SHARED._replace(sharing=2), {1}, [3 + 2, 0.6 * 1.4 * 8 / 3 + 0.2 * (1.4 + 4)]),
+    (
+        "marginal",
+        structs.replace(SHARED, sharing=1),
+        {1},
+        [1 * 3 * 8 / 3 + 2, 0.8 * 1.4 * 8 / 3 + 0.2 * 4],
+    ),
+    (
+        "marginal",
+        structs.replace(SHARED, sharing=2),
+        {1},
+        [3 + 2, 0.6 * 1.4 * 8 / 3 + 0.2 * (1.4 + 4)],
+    ),
     # before it is known how long requests stay, the queue weighs as much as anything
     (
         "marginal",

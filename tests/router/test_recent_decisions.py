@@ -151,8 +151,8 @@ def test_of_many_workers_the_chosen_the_best_holder_and_the_cheapest_are_shown(
 
 
 def test_ended_requests_are_forgotten_in_the_order_they_ended_and_running_ones_never():
-    dispatcher = dispatcher_of(range(2))
-    dispatcher.recent = recent = RecentDecisions(most=2)
+    recent = RecentDecisions(most=2)
+    dispatcher = dispatcher_of(range(2), recent=recent)
     for name in ("a", "b", "c", "d", "runs"):
         placed(dispatcher, name)
     for name in ("b", "a", "c", "d"):

@@ -175,7 +175,8 @@ async def test_one_that_has_no_room_when_its_worker_is_ready_waits_on():
         asked = asyncio.create_task(rig.complete(PROMPT))
         await waits(rig)
         ready(rig, load=FULL)
-        while rig.gateway.admission._queues["tiny"][0].prompt is None:  # noqa: ASYNC110
+        (ticket,) = rig.gateway.admission._queues["tiny"]
+        while ticket._prompt is None:  # noqa: ASYNC110
             await asyncio.sleep(0)
         drain(rig)
         ready(rig, load=free(100))

@@ -93,6 +93,16 @@ async def test_token_ids_are_taken_as_they_are_and_checked(make):
             await prompt_of(tokenization, asked(token_ids=[5, bad]))
 
 
+async def test_token_ids_may_be_any_that_the_embedding_has(make):
+    """Models often have more rows than their tokenizer has tokens, and now and then fewer."""
+    for rows in (300, 200):
+        tokenization = make(model_info(embedding_rows=rows))
+        prompt = await prompt_of(tokenization, asked(token_ids=[5, rows - 1]))
+        assert unpack_tokens(prompt.token_ids) == [5, rows - 1]
+        with pytest.raises(RequestError, match=f"token id {rows}: .* from 0 to {rows - 1}"):
+            await prompt_of(tokenization, asked(token_ids=[5, rows]))
+
+
 async def test_completions_begin_with_bos_where_the_model_wants_it_and_chats_do_not(make):
     tokenization = make(model_info(add_bos=True))
     completion = await prompt_of(tokenization, asked(text="ab"))

@@ -99,6 +99,51 @@ def test_one_file_without_an_index_will_do(directory, tmp_path):
     assert load(directory, tmp_path).tensors.keys() == random_tensors(tiny_config()).keys()
 
 
+@pytest.mark.parametrize("index", [True, False])
+def test_mistral_s_own_file_beside_it_is_ignored(directory, tmp_path, index):
+    tensors = random_tensors(tiny_config())
+    if not index:
+        for file in directory.glob("model*"):
+            file.unlink()
+        save_file(tensors, directory / "model.safetensors")
+    digest = load(directory, tmp_path).weights_digest
+    save_file({"tok_embeddings.weight": torch.ones(2)}, directory / "consolidated.safetensors")
+    loaded = load(directory, tmp_path)
+    assert (loaded.tensors.keys(), loaded.weights_digest) == (tensors.keys(), digest)
+    for file in directory.glob("model*"):
+        file.unlink()
+    with pytest.raises(MissingModel, match=r"consolidated\.safetensors only.*get the model's"):
+        load(directory, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "context_tokens"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, 2048),
+        ({"type": "linear", "factor": 2.5}, 1280),
+        ({"type": "linear", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            512,
+        ),
+    ],
+)
+def test_the_context_is_as_long_as_the_scaled_rotation_reaches(
+    directory, tmp_path, scaling, context_tokens
+):
+    config = raw_config(tiny_config())
+    assert config["max_position_embeddings"] == 512
+    config.pop("rope_parameters", None)
+    write(directory / "config.json", config | {"rope_theta": 1e4, "rope_scaling": scaling})
+    assert load(directory, tmp_path).config.context_tokens == context_tokens
+
+
 def test_end_tokens_come_from_the_generation_config_and_the_tokenizer(directory, tmp_path):
     write(directory / "generation_config.json", {"eos_token_id": [5, 9]})
     assert load(directory, tmp_path).eos_token_ids == [1, 5, 9]

@@ -2,7 +2,7 @@
 
 Pool layout, the same for all: per layer a tensor of keys and one of values,
 `[blocks + 1, block_size, kv_heads, head_dim]`. Block 0 is padding: block tables are filled up
-with it, so it may be read under a mask and must stay finite. A token's slot is
+with it, and the rows that pad a replayed step write to it. A token's slot is
 `block * block_size + offset`.
 
 In a step the sequences that compute one token (decodes) come first, longest context first,
@@ -76,6 +76,8 @@ class AttentionBackend(ABC, Generic[PlanT]):
         plan: PlanT,
     ) -> torch.Tensor:
         """Write the step's keys and values to the pool, then attend.
+
+        What lies in slots beyond a sequence's tokens changes nothing for it, NaN included.
 
         query       [rows, query_heads, head_dim], rotated
         key, value  [rows, kv_heads, head_dim], keys rotated

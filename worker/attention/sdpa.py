@@ -3,16 +3,22 @@
 Decodes are batched: blocks of several sequences are gathered side by side, and the query heads
 that share a KV head are folded into one group, so that keys are read once for the group.
 Prefill chunks go one sequence at a time.
+
+A mask alone does not hide what the former owner of a block left there: 0 times NaN is NaN. So a
+block is zeroed when a sequence begins to fill it, and a decode that is gathered beside longer ones
+is filled up with a block of its own.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from worker.attention.base import AttentionBackend, AttentionMetadata, write_kv
+from worker.staging import upload
 
 PADDING_SHARE = 0.25
 PADDING_BLOCKS = 64
@@ -48,9 +54,13 @@ class Chunk(NamedTuple):
 
 
 class SdpaPlan(NamedTuple):
-    """Slots to write, then what to gather for whom."""
+    """Slots to write, then what to gather for whom.
+
+    begun  blocks whose first slots this step writes, but not their last; None for none
+    """
 
     slot_mapping: torch.Tensor
+    begun: torch.Tensor | None
     decodes: list[DecodeGroup]
     chunks: list[Chunk]
 
@@ -67,7 +77,7 @@ class SdpaBackend(AttentionBackend[SdpaPlan]):
         """Group the decodes by length and make the masks."""
         groups = []
         for first, last, width in _group_by_width(step):
-            block_ids = step.block_table[first:last, :width]
+            block_ids = _filled_up(step, first, last, width)
             positions = torch.arange(width * step.block_size, device=block_ids.device)
             absent = positions >= step.seq_lens[first:last, None]
             hidden = _additive(absent, dtype)[:, None, None, :]
@@ -83,7 +93,7 @@ class SdpaBackend(AttentionBackend[SdpaPlan]):
                 mask = _additive(later.triu_(context - rows + 1), dtype)
             chunks.append(Chunk(first, first + rows, context, block_ids, mask))
             first += rows
-        return SdpaPlan(step.slot_mapping, groups, chunks)
+        return SdpaPlan(step.slot_mapping, _begun(step), groups, chunks)
 
     def attend(
         self,
@@ -95,6 +105,9 @@ class SdpaBackend(AttentionBackend[SdpaPlan]):
         plan: SdpaPlan,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
+        if plan.begun is not None:
+            key_pool.index_fill_(0, plan.begun, 0.0)
+            value_pool.index_fill_(0, plan.begun, 0.0)
         write_kv(key, value, key_pool, value_pool, plan.slot_mapping)
         out = torch.empty_like(query)
         kv_heads, head_dim = key.shape[1:]
@@ -160,6 +173,32 @@ def _group_by_width(step: AttentionMetadata) -> list[tuple[int, int, int]]:
     if widths:
         groups.append((first, len(widths), widths[first]))
     return groups
+
+
+def _begun(step: AttentionMetadata) -> torch.Tensor | None:
+    """Blocks that a sequence begins in this step without filling them."""
+    size = step.block_size
+    ends = [
+        (index, context // size)
+        for index, (rows, context) in enumerate(
+            zip(step.query_lens, step.context_lens, strict=True)
+        )
+        if 0 < context % size <= rows
+    ]
+    if not ends:
+        return None
+    sequences, columns = upload(np.array(ends).T, torch.int64, step.block_table.device)
+    return step.block_table[sequences, columns]
+
+
+def _filled_up(step: AttentionMetadata, first: int, last: int, width: int) -> torch.Tensor:
+    """Blocks `[last - first, width]` of these sequences, behind the last one the first again."""
+    block_ids = step.block_table[first:last, :width]
+    used = -(-np.array(step.context_lens[first:last]) // step.block_size)
+    if used.min() == width:
+        return block_ids
+    behind = np.arange(width) >= used[:, None]
+    return torch.where(upload(behind, torch.bool, block_ids.device), block_ids[:, :1], block_ids)
 
 
 def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -165,9 +165,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return config
 
 
+def _rope_scaling(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+
+
 def _parse_rope(raw: Mapping[str, Any]) -> Rope:
     """Both spellings: `rope_parameters`, and the older `rope_theta` with `rope_scaling`."""
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    scaling = _rope_scaling(raw)
     theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if float(scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1) != 1:
@@ -195,8 +199,17 @@ def _parse_rope(raw: Mapping[str, Any]) -> Rope:
 
 
 def _context_tokens(raw: Mapping[str, Any], family: str) -> int:
-    """Within a sliding window full attention is the same, so a window bounds the context."""
+    """Within a sliding window full attention is the same, so a window bounds the context.
+
+    Linear scaling lengthens the context by its factor: `max_position_embeddings` is then what the
+    model had before (documentation of `rope_scaling` in transformers), unless the configuration
+    names the original length. For Llama 3's scaling it is the length after it.
+    """
     context = int(raw["max_position_embeddings"])
+    rope, scaling = _parse_rope(raw), _rope_scaling(raw)
+    if rope.kind == "linear":
+        original = scaling.get("original_max_position_embeddings") or context
+        context = max(context, int(original * rope.factor))
     window = raw.get("sliding_window")
     windowed = family == "mistral" or bool(raw.get("use_sliding_window", False))
     return min(context, int(window)) if window and windowed else context

@@ -79,6 +79,7 @@ class ColdTiers:
         self._s_per_token = self._s_per_pair = 0.0
         self._count = dict.fromkeys(TierStats.__struct_fields__, 0)
         self._folder: DiskFolder | None = None
+        self._writes_fail = False
         self.use_folder(folder, disk_blocks)
 
     def use_folder(self, folder: DiskFolder | None, disk_blocks: int) -> None:
@@ -265,6 +266,14 @@ class ColdTiers:
         if files:
             self.disk.clear()
 
+    def forget_blocks(self, hashes: Sequence[bytes]) -> None:
+        """Forget these blocks and all that continue them, on disk too."""
+        for tier in (self.host, self.disk):
+            for block_hash in hashes:
+                entry = tier.get(block_hash)
+                if entry is not None:
+                    tier.remove(entry)
+
     # What is told of it
 
     def report(self) -> ColdReport:
@@ -348,11 +357,14 @@ class ColdTiers:
             job, source, twin, disk = self._writing.popleft()
             error = job.exception()
             if error is not None:
-                log.warning("a block was not written to disk: %s", error)
+                if not self._writes_fail:
+                    log.warning("blocks are not written to disk until that works again: %s", error)
+                self._writes_fail = True
                 self._count["failed_writes"] += 1
                 if twin.alive:
                     disk.remove(twin)
             else:
+                self._writes_fail = False
                 self._count["written_blocks"] += 1
                 self._count["written_bytes"] += self._copies.block_bytes
                 if twin.alive:

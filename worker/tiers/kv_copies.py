@@ -83,6 +83,10 @@ class TorchCopies:
             blocks,
         )
 
+    def clear(self, places: int) -> None:
+        """Zero the first places of host memory, which is not initialised."""
+        self._host[:places] = 0
+
     def host_bytes(self, place: int) -> memoryview:
         """Bytes `[block_bytes]`."""
         return self._host[place].numpy().data

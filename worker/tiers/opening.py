@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import time
@@ -20,6 +21,9 @@ from worker.tiers.kv_copies import TorchCopies
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Of a disk on which nothing can be written now. A worker serves without it."""
+
 PROBE_BLOCKS = (1, 8, 1, 8)
 
 
@@ -49,7 +53,13 @@ def open_tiers(
             "set it higher, or to 0"
         )
     copies = TorchCopies(runner.pools, host_blocks)
-    folder, disk_blocks = open_folder(settings, runner, namespace)
+    try:
+        folder, disk_blocks = open_folder(settings, runner, namespace)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        log.warning("there is no disk tier until the worker starts anew: %s", error)
+        folder, disk_blocks = None, 0
     tiers = ColdTiers(
         copies,
         block_size=settings.block_size,
@@ -99,6 +109,7 @@ def open_folder(
 
 def _measure(tiers: ColdTiers, copies: TorchCopies, folder: DiskFolder | None, most: int) -> None:
     """What copies and reads cost here, before the first request asks. Later loads correct it."""
+    copies.clear(most)
     copies.copy_in([0], [1])  # whatever the first one has to set up does not count
     for count in PROBE_BLOCKS:
         count = min(count, most)
@@ -108,7 +119,11 @@ def _measure(tiers: ColdTiers, copies: TorchCopies, folder: DiskFolder | None, m
     if folder is None:
         return
     header = folder.header(bytes(HASH_BYTES), b"", b"")
-    folder.write(header, copies.host_bytes(0))
+    try:
+        folder.write(header, copies.host_bytes(0))
+    except OSError as error:
+        log.warning("the disk tier is measured by its first load: %s", error)
+        return
     for count in PROBE_BLOCKS:
         began_s = time.perf_counter()
         copies.put([folder.read(header) for _ in range(count)], [1] * count)

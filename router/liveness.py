@@ -1,0 +1,56 @@
+"""How a gateway asks a worker whether it lives, where Redis does not tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import aiohttp
+import msgspec
+
+from cluster.liveness import Health
+from cluster.protocol import WorkerCard
+
+ANSWER_TIMEOUT_S = 2.0
+ATTEMPTS = 3
+"""A worker that is busy may be late; one that refuses the connection is not asked again."""
+
+
+class _HealthAnswer(msgspec.Struct):
+    """What a worker's `/health` answers."""
+
+    worker: str
+    ready: bool
+
+
+class HealthProbe:
+    """A `cluster.liveness.Probe`: `GET /health` of the worker.
+
+    session   the gateway's own, once it has started
+    """
+
+    def __init__(self, session: Callable[[], aiohttp.ClientSession]) -> None:
+        self._session = session
+
+    async def __call__(self, card: WorkerCard) -> Health:
+        """Ask, again where no answer comes in time."""
+        for _ in range(ATTEMPTS):
+            try:
+                return await self._ask(card)
+            except TimeoutError:
+                continue
+            except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
+                return _no_answer(f"it cannot be reached: {str(error) or repr(error)}")
+        return _no_answer(f"it did not answer {ATTEMPTS} times within {ANSWER_TIMEOUT_S:g} s")
+
+    async def _ask(self, card: WorkerCard) -> Health:
+        url = f"{card.address}/health"
+        timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
+        async with self._session().get(url, timeout=timeout) as answer:
+            health = msgspec.json.decode(await answer.read(), type=_HealthAnswer)
+        if health.worker != card.worker:
+            return _no_answer(f"{health.worker} answers at its address")
+        return Health(answers=True, ready=health.ready, reason="")
+
+
+def _no_answer(reason: str) -> Health:
+    return Health(answers=False, ready=False, reason=reason)

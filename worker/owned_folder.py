@@ -1,0 +1,77 @@
+"""Folders that go with their owner, however it ends.
+
+The owner holds a lock on its folder, which the kernel releases when the process ends. Whoever makes
+the next folder of the same kind removes those whose lock is free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+NO_LOCK = -1
+
+
+class OwnedFolder:
+    """A new folder `<parent>/<prefix>…`, for its owner's eyes only. `remove` it in the end.
+
+    parent  "" takes the system's folder for temporary files
+    On a file system without locks for folders, such as NFS, an abandoned one stays.
+    """
+
+    def __init__(self, prefix: str, parent: str | Path = "") -> None:
+        root = Path(parent or tempfile.gettempdir())
+        _remove_abandoned(root, prefix)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+            try:
+                self._lock = _locked(self.path)
+            except OSError:
+                self._lock = NO_LOCK
+                return
+            if self._lock != NO_LOCK:
+                return  # else another process took it for abandoned before it was locked
+
+    def remove(self) -> None:
+        """Remove the folder and what is in it. Doing it twice is harmless."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        lock, self._lock = self._lock, NO_LOCK
+        if lock != NO_LOCK:
+            os.close(lock)
+
+
+def _remove_abandoned(root: Path, prefix: str) -> None:
+    for entry in os.scandir(root):
+        if not entry.name.startswith(prefix):
+            continue
+        with contextlib.suppress(OSError):  # another user's, or gone just now
+            lock = _locked(Path(entry.path))
+            if lock != NO_LOCK:
+                shutil.rmtree(entry.path, ignore_errors=True)
+                os.close(lock)
+
+
+def _locked(path: Path) -> int:
+    """Descriptor that holds the folder's lock; NO_LOCK where another has it or the folder is gone.
+
+    Raises OSError where it cannot be locked at all.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return NO_LOCK
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if path.exists():
+            return descriptor
+    except BlockingIOError:
+        pass
+    except OSError:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return NO_LOCK
