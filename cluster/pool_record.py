@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
-from cluster.bus import BusKeys, connect
+from cluster.bus import BusKeys
+from cluster.redis_client import connect
 
 
 class GivenWeights(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,9 +30,10 @@ class PoolRecord:
     Redis cannot be used."""
 
     def __init__(self, redis_url: str, pool: str, *, timeout_s: float) -> None:
-        self._redis = connect(redis_url, timeout_s=timeout_s)
         self._keys = BusKeys(pool)
+        self._redis = connect(redis_url, timeout_s=timeout_s, key=self._keys.workers)
         self._weights = self._keys.prefix + "weights"
+        self._redis = connect(redis_url, timeout_s=timeout_s, key=self._weights)
 
     async def weights(self, configured: str) -> GivenWeights | None:
         """What workers with `worker.model = configured` have to load; None: just that."""

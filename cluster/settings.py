@@ -50,6 +50,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                          "consistent_hash:bound=1.25"
     shadow               policies to evaluate on live traffic without using them, such as
                          "round_robin,least_requests"; "" for none
+    cors_origins         origins whose web pages may call /v1, such as "https://chat.example.com",
+                         separated by commas; "*" admits all, "" none
     api_key              clients must send it as a bearer token; "" asks for none
     admin_key            for /admin; "" admits only clients on this machine
     max_body_bytes       longer request bodies are refused with 413
@@ -74,6 +76,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     processes: Annotated[int, msgspec.Meta(ge=1)] = 1
     policy: str = "locality"
     shadow: str = ""
+    cors_origins: str = ""
     api_key: str = ""
     admin_key: str = ""
     max_body_bytes: int = 8 * 1024 * 1024

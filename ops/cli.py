@@ -256,18 +256,24 @@ def deploy(
     settings = load_settings(config, flags=flags)
     if not _listens(address):
         fail(f"no Ray cluster at {address}: start one with: ray start --head")
+    _show_ray_token()
     import ray
+    from ray.exceptions import AuthenticationError
 
     from ops.serve_app import remove_application, run_application
 
     try:
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
-    except ConnectionError as error:
-        fail(f"no Ray cluster at {address}: {error}. Start one with: ray start --head")
+    except (ConnectionError, AuthenticationError) as error:
+        fail(
+            f"cannot join the Ray cluster at {address}: {error}. Start one with: ray start --head; "
+            "if it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or copy "
+            "~/.ray/auth_token of its head"
+        )
     try:
         if remove:
-            remove_application()
-            say("the workers have been removed")
+            removed = remove_application()
+            say("the workers have been removed" if removed else "no workers are deployed there")
             return
         _need_redis(settings)
         if not settings.secret:
@@ -324,6 +330,17 @@ def _with_gpus(settings: Settings) -> Settings:
     return msgspec.structs.replace(
         settings, serve=msgspec.structs.replace(settings.serve, gpus_per_worker=share)
     )
+
+
+def _show_ray_token() -> None:
+    """Have Ray show this user's token, as it does by itself where it finds the cluster.
+
+    A head that finds a token asks for it, but Ray shows it to no address that is given. To a
+    cluster that asks for none, showing it does no harm.
+    """
+    named = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
+    if named or (Path.home() / ".ray" / "auth_token").exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def _listens(address: str) -> bool:

@@ -44,7 +44,7 @@ class Keeper:
 
     def __init__(self, record: Path, *, valkey: bool) -> None:
         """Raises KeeperError where Valkey does not start."""
-        self.directory = Path(tempfile.mkdtemp(prefix="stemroute-up-"))
+        self.directory = Path(tempfile.mkdtemp(prefix="stemroute_up_"))
         self.redis_url = ""
         self._process = subprocess.Popen(
             [

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 from ray import serve
 from ray.serve import Application
+from ray.serve.exceptions import RayServeException
 
 from cluster.settings import Settings, flat_settings, load_settings
 from ops.replica import WorkerReplica
@@ -72,6 +73,10 @@ def _reason() -> str:
     return lines[-1] if lines else ""
 
 
-def remove_application() -> None:
-    """Drain and end the workers."""
-    serve.delete(APPLICATION)
+def remove_application() -> bool:
+    """Drain and end the workers. False where Serve does not run, so that there are none."""
+    try:
+        serve.delete(APPLICATION)
+    except RayServeException:
+        return False
+    return True

@@ -82,7 +82,7 @@ def _directory() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and Path(runtime).is_dir():
         return Path(runtime) / "stemroute"
-    return Path(tempfile.gettempdir()) / f"stemroute-{os.getuid()}"
+    return Path(tempfile.gettempdir()) / f"stemroute_{os.getuid()}"
 
 
 def _own(path: Path) -> bool:

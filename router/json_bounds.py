@@ -45,7 +45,6 @@ def _within(body: bytes, containers: int) -> bool:
 
 def _refusal(what: str, max_messages: int) -> RequestError:
     return RequestError(
-        f"the body holds {what}, and a chat of at most {max_messages} messages "
-        "(gateway.max_messages)",
+        f"the body holds {what}, in at most {max_messages} messages (gateway.max_messages)",
         code="too_many_values",
     )

@@ -133,7 +133,7 @@ class EngineClient:
 
         Raises EngineDead where it ends before that.
         """
-        self._folder = OwnedFolder("stemroute-")
+        self._folder = OwnedFolder("stemroute-engine-")
         address = f"ipc://{self._folder.path / 'engine'}"
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)

@@ -16,6 +16,7 @@ from cluster.blocks import Namespace
 from cluster.bus import Publisher
 from cluster.pool_record import GivenWeights, PoolRecord
 from cluster.protocol import Load, RequestError, WorkerCard
+from cluster.redis_client import trouble
 from cluster.settings import Settings
 from worker.engine_client import EngineClient, NotPossible
 from worker.messages import Changes, EngineInfo
@@ -180,7 +181,7 @@ class WorkerService:
                 self._epoch_floor = await self._record.last_epoch(self.name)
                 given = await self._record.weights(self.settings.worker.model)
             except (RedisError, OSError, TimeoutError) as error:
-                log.warning("cannot ask Redis which weights the pool has: %s", error)
+                log.warning("cannot ask Redis which weights the pool has: %s", trouble(error))
                 await asyncio.sleep(RECORD_RETRY_S)
                 continue
             if given is not None:
@@ -195,7 +196,7 @@ class WorkerService:
                 await self._record.give_weights(self.settings.worker.model, given)
                 return
             except (RedisError, OSError, TimeoutError) as error:
-                log.warning("cannot tell Redis which weights the pool has: %s", error)
+                log.warning("cannot tell Redis which weights the pool has: %s", trouble(error))
                 await asyncio.sleep(RECORD_RETRY_S)
 
     def _forget_task(self, task: asyncio.Task[int]) -> None:

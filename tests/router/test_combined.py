@@ -35,6 +35,7 @@ async def test_one_is_ready_when_all_are(tmp_path):
         for rig in rigs:
             status, _, body = await rig.get("/ready")
             assert (status, body["workers_ready"]) == (200, 2)
+        rigs[1].follower.status.connected = False
         rigs[1].follower.status.stale = True
         rigs[1].follower.status.reason = "no Redis"
         status, _, body = await rigs[0].get("/ready")

@@ -34,7 +34,7 @@ def valkeys(up: Up) -> set[int]:
 def directories() -> set[Path]:
     """What an `up` may leave in the temporary folder."""
     folder = Path(tempfile.gettempdir())
-    return {path for kind in ("stemroute-up-*", "valkey-*") for path in folder.glob(kind)}
+    return {path for kind in ("stemroute_up_*", "valkey-*") for path in folder.glob(kind)}
 
 
 def well(up: Up) -> bool:

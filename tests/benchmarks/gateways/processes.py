@@ -64,13 +64,13 @@ class Stage:
     def __exit__(self, *_: object) -> None:
         self._parts.close()
 
-    def start_workers(self, count: int) -> None:
-        """Mock workers, in `worker_urls` once they listen."""
+    def start_workers(self, count: int, *options: str) -> None:
+        """Mock workers, in `worker_urls` once they listen. `options`: see `mock_worker`."""
         for number in range(count):
             process = self._start(
                 [
                     *(sys.executable, "-m", "tests.benchmarks.gateways.mock_worker"),
-                    *(self._redis_url, POOL, f"w{number}"),
+                    *(self._redis_url, POOL, f"w{number}", *options),
                 ],
                 stdout=subprocess.PIPE,
             )
