@@ -218,7 +218,7 @@ async def _slow_stream(
     response = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream"})
     await response.prepare(request)
     for _ in range(events):
-        await response.write(_EVENTS[0])
+        await response.write(EVENT_BYTES[0])
         await asyncio.sleep(gap_s)
     await response.write_eof()
     return response
