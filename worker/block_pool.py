@@ -180,9 +180,9 @@ class BlockPool:
         kept = self.kept_blocks()
         free = self.free_list()
         if len(free) != self.free_blocks or len(set(free)) != len(free):
-            raise InvariantError(f"{len(free)} blocks are free: {self._figures()}")
+            raise InvariantError(f"{len(free)} blocks found free: {self._figures()}")
         if sum(self._kept) != len(kept) or not all(self._kept[block] for block in kept):
-            raise InvariantError(f"{len(kept)} blocks on the kept list: {self._figures()}")
+            raise InvariantError(f"{len(kept)} blocks found on the kept list: {self._figures()}")
         if self._references[0]:
             raise InvariantError(f"the reserved block 0 has {self._references[0]} references")
         on_list = set(free)

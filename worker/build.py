@@ -132,7 +132,11 @@ def _reserved_bytes(
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         splits = splits_of_sizes(config, settings.max_batch_size, context_tokens, processors)
         graphs = graph_bytes(config, dtype, limits, splits)
-    log.info("kept for steps: %.0f MiB, for graphs %.0f MiB", step / 2**20, graphs / 2**20)
+    log.info(
+        "memory reserved for steps: %.0f MiB, for CUDA graphs: %.0f MiB",
+        step / 2**20,
+        graphs / 2**20,
+    )
     return step + graphs
 
 

@@ -103,8 +103,8 @@ def measure(
         steps.append(Step(shape, clock() - began))
     if len(steps) < LEAST_STEPS:
         raise CalibrationError(
-            f"only {len(steps)} steps in {max(seconds, LONGEST_S):g} s, {LEAST_STEPS} are needed: "
-            "take a smaller --token-budget"
+            f"{len(steps)} steps were measured in {max(seconds, LONGEST_S):g} s, but "
+            f"{LEAST_STEPS} are needed; use a smaller --token-budget"
         )
     return steps
 

@@ -102,8 +102,8 @@ class DecodeGraphs:
     ) -> None:
         if not backend.replayable_decodes:
             raise ValueError(
-                f"the attention backend {backend.name} plans every decode anew, so none can be "
-                "replayed; use triton, or set worker.cuda_graphs to false"
+                f"the attention backend {backend.name} cannot be captured in CUDA graphs; use "
+                "triton, or set worker.cuda_graphs to false"
             )
         device = model.device
         self._model = model

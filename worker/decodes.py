@@ -128,15 +128,16 @@ class Decodes:
             told = item.start, item.token_ids, item.output_index
             if told != (computed, [sequence.tokens[-1]], sequence.output_tokens):
                 raise InvariantError(
-                    f"{sequence.request_id} decodes {told}, has computed {computed} tokens and "
-                    f"ends in output {sequence.output_tokens}, {sequence.tokens[-1]}"
+                    f"{sequence.request_id} has the columns {told}, but {computed} computed "
+                    f"tokens and the last output {sequence.output_tokens}, {sequence.tokens[-1]}"
                 )
             table = sequence.block_table
             if item.block_table is not table:
-                raise InvariantError(f"{sequence.request_id} decodes with another block table")
+                raise InvariantError(f"{sequence.request_id} has a different block table")
             if (computed == len(table) * self._block_size) != (sequence in self.full):
                 raise InvariantError(
-                    f"{sequence.request_id} is at {computed} in {len(table)} blocks: wrongly full"
+                    f"{sequence.request_id} has {computed} tokens in {len(table)} blocks, `full` "
+                    "is wrong"
                 )
             left = self._block_size - computed % self._block_size
             if sequence.due - self.steps != min(left, sequence.limit_tokens - computed - 1):
@@ -146,4 +147,4 @@ class Decodes:
                 )
         due = [(s.due, s) for step, waiting in self._due.items() for s in waiting if s.due == step]
         if len(due) != len(self) or {s for _, s in due} != set(self.sequences):
-            raise InvariantError(f"{len(due)} of {len(self)} decodes are awaited")
+            raise InvariantError(f"{len(due)} of {len(self)} decodes have a due step")

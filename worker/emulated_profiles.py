@@ -237,7 +237,7 @@ def profile_of(name: str) -> Profile:
         return read_profile(Path(name))
     if name not in PROFILES:
         raise ProfileError(
-            f"no emulated profile {name!r}; there are {', '.join(PROFILES)}, and files "
+            f"unknown emulated profile {name!r}; use {', '.join(PROFILES)}, or a file "
             f"({' or '.join(FILE_SUFFIXES)})"
         )
     return PROFILES[name]
@@ -251,7 +251,7 @@ def read_profile(path: Path) -> Profile:
     except OSError as error:
         raise ProfileError(f"cannot read the profile {path}: {error.strerror}") from error
     except msgspec.MsgspecError as error:
-        raise ProfileError(f"the profile {path} cannot be used: {error}") from error
+        raise ProfileError(f"the profile {path} is invalid: {error}") from error
 
 
 def write_profile(profile: Profile, comment: str) -> str:

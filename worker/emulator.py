@@ -81,8 +81,8 @@ def build_emulated(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
     """
     if settings.cpu_tier_gb or settings.disk_tier_gb:
         raise ValueError(
-            "an emulated accelerator has no KV to keep: unset worker.cpu_tier_gb and "
-            "worker.disk_tier_gb"
+            "an emulated accelerator has no KV to store in cold tiers; unset worker.cpu_tier_gb "
+            "and worker.disk_tier_gb"
         )
     name = settings.model.removeprefix(EMULATED)
     try:

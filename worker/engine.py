@@ -30,7 +30,7 @@ from worker.tiers.cold_tiers import ColdTiers
 from worker.tiers.saving import save_cache
 
 NOT_FINITE_REASON = (
-    "the model computed NaN or infinity for this request, also without any cached block: check its "
+    "the model computed NaN or infinity for this request, even without cached blocks: check its "
     "weights, and whether worker.dtype has the range that they need"
 )
 
@@ -90,7 +90,8 @@ class EngineCore:
         sequence = sequence_of(request, self._arrivals + 1, config)
         if len(self._scheduler.waiting) >= config.max_waiting:
             raise RequestError(
-                f"{config.max_waiting} requests wait already; try again later or elsewhere",
+                f"{config.max_waiting} requests are waiting already; try again later or on "
+                "another worker",
                 status=429,
                 type="rate_limit_error",
                 code="queue_full",
@@ -309,7 +310,7 @@ class EngineCore:
             starved.remove(sequences[min(found.starved)])
         outputs = []
         for index, error in failed.items():
-            reason = f"the engine failed while it computed this: {error!r}"
+            reason = f"the engine failed on this request: {error!r}"
             outputs += self._fail([sequences[index]], reason)
         for sequence in starved:
             self._scheduler.preempt(sequence)

@@ -124,7 +124,7 @@ class EngineClient:
             return f"the engine process has ended with exit code {code}"
         silent_s = time.monotonic() - self._heard_at
         if self._info is not None and silent_s > STALL_S:
-            return f"the engine has not been heard for {silent_s:.0f} s"
+            return f"the engine has sent nothing for {silent_s:.0f} s"
         return ""
 
     async def start(self, weights: GivenWeights | None = None) -> EngineInfo:
@@ -170,9 +170,7 @@ class EngineClient:
         """
         self._raise_if_dead()
         if request.request_id in self._queues:
-            raise RequestError(
-                f"a request with the id {request.request_id} runs already", status=409
-            )
+            raise RequestError(f"the request id {request.request_id} is in use", status=409)
         queue: asyncio.Queue[Output | Exception] = asyncio.Queue()
         self._queues[request.request_id] = queue
         ended = False

@@ -115,9 +115,9 @@ class EngineLoop:
     def _save(self) -> None:
         seconds, tiers = self._settings.save_timeout_s, self._core.tiers
         if tiers is not None and tiers.disk.capacity and seconds:
-            self._tell(self._core.fail_all("the worker has stopped"), "")  # they wait no longer
+            self._tell(self._core.fail_all("the worker was stopped"), "")  # they wait no longer
             saved, cached = self._core.save(seconds, time.monotonic, _a_moment)
-            log.info("%d of %d cached blocks are on disk", saved, cached)
+            log.info("%d of %d cached blocks were written to disk", saved, cached)
 
     def _take_messages(self, wait_ms: int) -> bool:
         if not self._socket.poll(wait_ms):
@@ -210,7 +210,7 @@ class EngineLoop:
             )
         )
         change.open_disk(self._info)
-        log.info("the weights are now those of %s", self._info.model.namespace.weights[:16])
+        log.info("serving new weights, digest %s", self._info.model.namespace.weights[:16])
 
     def _step(self) -> None:
         failed_before = self._core.stats().failed_steps
@@ -228,7 +228,7 @@ class EngineLoop:
                 self._core.tiers.set_prefill_speed(*self._speed.speed)
         self._tell(outputs, failure)
         if self._core.dead_steps >= DEAD_STEPS_TO_GIVE_UP:
-            raise RuntimeError(f"{self._core.dead_steps} steps in a row failed: {failure}")
+            raise RuntimeError(f"{self._core.dead_steps} steps in a row have failed: {failure}")
 
     def _tell(self, outputs: list, failure: str) -> None:  # type: ignore[type-arg]
         refused, self._refused = self._refused, []
@@ -282,7 +282,7 @@ def main() -> None:
         socket.send(encode(Ready(info)))
         EngineLoop(core, info, start.settings, socket).run()
     except Exception as error:
-        log.exception("the engine cannot go on")
+        log.exception("the engine failed and ends")
         socket.send(encode(Died(f"{type(error).__name__}: {error}")))
         socket.close(linger=2000)
         context.term()

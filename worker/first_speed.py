@@ -53,7 +53,13 @@ def first_speed(
         near_s = seconds(tokens, 0)
     start = min(FAR * tokens, room_tokens - tokens)
     far_s = seconds(tokens, start) if start >= tokens else near_s
-    log.info("%d tokens are prefilled in %.3f s, %.3f s after %d", tokens, near_s, far_s, start)
+    log.info(
+        "prefill of %d tokens takes %.3f s, and %.3f s after %d tokens of context",
+        tokens,
+        near_s,
+        far_s,
+        start,
+    )
     return _speed_of(tokens, near_s, start, far_s)
 
 

@@ -42,8 +42,8 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
     kind = metadata.need("tokenizer.ggml.model")
     if kind != "gpt2":
         raise UnsupportedModel(
-            f"the GGUF file's tokenizer is of the kind {kind!r}; only byte-level BPE ('gpt2') can "
-            "be rebuilt. Use the model's Hugging Face directory, whose tokenizer.json is complete"
+            f"the tokenizer {kind!r} of the GGUF file is not supported, only byte-level BPE "
+            "('gpt2'). Use the model's Hugging Face directory, whose tokenizer.json is complete"
         )
     split = metadata.get("tokenizer.ggml.pre", "default")
     tokens: list[str] = metadata.need("tokenizer.ggml.tokens")
@@ -100,6 +100,6 @@ def _pre_tokenizer(split: str) -> pre.PreTokenizer:
             return pre.Sequence([pre.Split(Regex(_WORDS % ""), "isolated"), letters])
         case _:
             raise UnsupportedModel(
-                f"the GGUF file's tokenizer splits words as {split!r}, which is not known here; "
+                f"the pre-tokenizer {split!r} of the GGUF file is not supported; "
                 "use the model's Hugging Face directory"
             )

@@ -81,7 +81,7 @@ class GgufFile:
         """Value of a metadata key. Raises UnsupportedModel where the file has none."""
         value = self.get(key)
         if value is None:
-            raise UnsupportedModel(f"{self.file} does not say {key}")
+            raise UnsupportedModel(f"{self.file} lacks the metadata key {key}")
         return value
 
     def values(self, name: str) -> npt.NDArray[np.float32]:
@@ -185,8 +185,8 @@ def _config_of(source: GgufFile) -> dict[str, Any]:
     if architecture not in ARCHITECTURES or source.get(f"{architecture}.expert_count"):
         what = "mixture of experts" if architecture in ARCHITECTURES else "architecture"
         raise UnsupportedModel(
-            f"{source.file} holds the {what} {architecture!r}; supported are dense models of "
-            f"{', '.join(ARCHITECTURES)}"
+            f"{source.file} has the unsupported {what} {architecture!r}; supported are dense "
+            f"models of {', '.join(ARCHITECTURES)}"
         )
     hf_architecture, model_type = ARCHITECTURES[architecture]
 
@@ -199,9 +199,11 @@ def _config_of(source: GgufFile) -> dict[str, Any]:
     query_heads = need("attention.head_count")
     head_dim = get("attention.key_length", need("embedding_length") // query_heads)
     if get("rope.dimension_count", head_dim) != head_dim:
-        raise UnsupportedModel(f"{source.file} rotates only a part of each head")
+        raise UnsupportedModel(
+            f"{source.file} has partial rotary embeddings, which are not supported"
+        )
     if "token_embd.weight" not in source.tensors:
-        raise UnsupportedModel(f"{source.file} holds no token embeddings")
+        raise UnsupportedModel(f"{source.file} has no token embeddings")
     return {
         "architectures": [hf_architecture],
         "model_type": model_type,
@@ -258,7 +260,7 @@ def _target_name(name: str) -> str | None:
     parts = stem.split(".")
     if len(parts) == 3 and parts[0] == "blk" and parts[2] in LAYER_NAMES:
         return f"model.layers.{parts[1]}.{LAYER_NAMES[parts[2]]}.{kind}"
-    raise UnsupportedModel(f"the GGUF file holds the tensor {name}, which no supported model has")
+    raise UnsupportedModel(f"the GGUF file has the tensor {name}, which no supported model has")
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

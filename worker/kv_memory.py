@@ -45,8 +45,9 @@ def blocks_that_fit(
     if blocks < 1:
         raise MemoryError(
             f"a KV pool of {pool_bytes} bytes on {device} ({free_bytes} bytes free, "
-            f"{reserved_bytes} of them kept for steps) holds no block of {block_bytes} bytes; free "
-            "memory, use a smaller model, max_batch_size, token_budget or block_size"
+            f"{reserved_bytes} of them reserved for steps) cannot hold one block of {block_bytes} "
+            "bytes. Free memory, or use a smaller model, max_batch_size, token_budget or "
+            "block_size"
         )
     return blocks
 

@@ -34,7 +34,7 @@ class WeightChange:
     def __init__(self, core: EngineCore, info: EngineInfo, settings: WorkerSettings) -> None:
         """Raises ModelError where the engine has no weights to change."""
         if not isinstance(core.runner, TorchRunner):
-            raise ModelError("this worker computes without weights: there are none to replace")
+            raise ModelError("this worker is emulated and has no weights to replace")
         self._core = core
         self._info = info
         self._settings = settings
@@ -54,7 +54,7 @@ class WeightChange:
         Its model keeps the name under which it is served.
         """
         outputs = self._core.fail_all(
-            "the weights were replaced while this request ran: send it again"
+            "the weights were replaced while this request ran; send it again"
         )
         self._core.forget_model(prepared.loaded.eos_token_ids)
         with torch.inference_mode():
@@ -78,7 +78,7 @@ class WeightChange:
         try:
             folder, blocks = open_folder(self._settings, core.runner, info.model.namespace)
         except OSError as error:
-            log.warning("there is no disk tier from now on: %s", error)
+            log.warning("continuing without a disk tier: %s", error)
             folder, blocks = None, 0
         core.tiers.use_folder(folder, blocks)
 

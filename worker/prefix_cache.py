@@ -363,12 +363,14 @@ class PrefixCache:
             if parent:
                 children[parent] += 1
                 if parent not in self._hashes:
-                    raise InvariantError(f"block {block} is cached, its parent {parent} is not")
+                    raise InvariantError(f"block {block} is cached but its parent {parent} is not")
                 if references and not self._pool.references(parent):
-                    raise InvariantError(f"block {block} is referenced, its parent {parent} is not")
+                    raise InvariantError(
+                        f"block {block} is referenced but its parent {parent} is not"
+                    )
         if children != self._children:
             raise InvariantError("counts of cached children are wrong")
         if not kept <= self._hashes.keys():
             raise InvariantError(
-                f"blocks {sorted(kept - self._hashes.keys())} are kept, not cached"
+                f"blocks {sorted(kept - self._hashes.keys())} are kept but not cached"
             )

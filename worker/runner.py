@@ -77,7 +77,9 @@ class TorchRunner:
                 raise
             if self.model.device.type == "cuda":
                 torch.cuda.empty_cache()  # what is cached in pieces of other sizes
-            raise MemoryError(f"a step of {len(batch)} sequences: {error}") from error
+            raise MemoryError(
+                f"out of memory in a step of {len(batch)} sequences: {error}"
+            ) from error
         return answers
 
     @torch.inference_mode()

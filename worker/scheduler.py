@@ -396,7 +396,7 @@ class Scheduler:
                 )
         for sequence in self.waiting.values():
             if sequence.block_table or sequence.computed_tokens or sequence.settled_blocks:
-                raise InvariantError(f"{sequence.request_id} waits and holds KV")
+                raise InvariantError(f"{sequence.request_id} waits but holds KV")
         self.pending.check((*self.running.values(), *self.waiting.values()))
         for holder in self._in_flight.blocks.values():
             if self.running.get(holder.request_id) is not holder or not holder.publishes:

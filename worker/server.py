@@ -147,7 +147,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
         return _error(
-            RequestError("the worker failed; its log says why", status=500, type="server_error")
+            RequestError("the worker failed; see its log", status=500, type="server_error")
         )
 
 
@@ -159,7 +159,7 @@ async def _admit(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
             raise RequestError(
-                "this worker takes requests from gateways with its pool's secret only "
+                "this worker only accepts requests from gateways with the secret of its pool "
                 "(STEMROUTE_SECRET)",
                 status=401,
                 type="authentication_error",
@@ -176,7 +176,7 @@ async def _generate(request: web.Request) -> web.StreamResponse:
     try:
         wanted = _decode_request(await request.read())
     except msgspec.DecodeError as error:
-        raise RequestError(f"the body is no GenerateRequest: {error}") from error
+        raise RequestError(f"the body is not a valid GenerateRequest: {error}") from error
     # From here to the engine nothing is awaited, so the request meets the weights it is hashed for.
     problem = service.problem()
     if problem:
@@ -190,7 +190,7 @@ async def _generate(request: web.Request) -> web.StreamResponse:
             code="model_not_found",
         )
     if len(wanted.token_ids) % 4:
-        raise RequestError("token_ids must hold 4 bytes a token", param="token_ids")
+        raise RequestError("token_ids must have 4 bytes per token", param="token_ids")
     with service.serving():
         outputs = service.engine.generate(_engine_request(wanted, service))
         async with contextlib.aclosing(outputs):

@@ -43,7 +43,9 @@ class WorkerService:
 
     def __init__(self, settings: Settings, name: str) -> None:
         if not settings.redis_url:
-            raise ValueError("a worker needs redis_url (STEMROUTE_REDIS_URL): where it publishes")
+            raise ValueError(
+                "a worker needs the address of Redis: set redis_url (STEMROUTE_REDIS_URL)"
+            )
         self.settings = settings
         self.name = name
         self.engine = EngineClient(
@@ -95,7 +97,7 @@ class WorkerService:
         if self._draining:
             return "the worker is draining"
         if self._replacing:
-            return "the worker is loading other weights"
+            return "the worker is loading new weights"
         return self.failure()
 
     def failure(self) -> str:
@@ -149,7 +151,7 @@ class WorkerService:
         """
         if self._changing.locked():
             raise RequestError(
-                "this worker is loading other weights already: try again when it is ready",
+                "this worker is already loading new weights; try again when it is ready",
                 status=409,
                 code="weights_loading",
             )
@@ -166,7 +168,7 @@ class WorkerService:
                 self._tasks.append(asyncio.create_task(self._remember(model), name="record"))
                 await self._warm_up(self.info)
             except WarmupError as error:
-                log.error("the new weights serve without a warm-up: %s", error)
+                log.error("warm-up failed; serving the new weights without it: %s", error)
             finally:
                 self._replacing = False
                 if not self._draining and not self.engine.problem():
@@ -181,11 +183,11 @@ class WorkerService:
                 self._epoch_floor = await self._record.last_epoch(self.name)
                 given = await self._record.weights(self.settings.worker.model)
             except (RedisError, OSError, TimeoutError) as error:
-                log.warning("cannot ask Redis which weights the pool has: %s", trouble(error))
+                log.warning("cannot read the pool's weights from Redis: %s", trouble(error))
                 await asyncio.sleep(RECORD_RETRY_S)
                 continue
             if given is not None:
-                log.info("the pool was given the weights of %s by a reload", given.model)
+                log.info("loading %s, to which the pool was reloaded", given.model)
             return given
         return None
 
@@ -196,14 +198,16 @@ class WorkerService:
                 await self._record.give_weights(self.settings.worker.model, given)
                 return
             except (RedisError, OSError, TimeoutError) as error:
-                log.warning("cannot tell Redis which weights the pool has: %s", trouble(error))
+                log.warning(
+                    "cannot store the pool's weights in Redis, retrying: %s", trouble(error)
+                )
                 await asyncio.sleep(RECORD_RETRY_S)
 
     def _forget_task(self, task: asyncio.Task[int]) -> None:
         if task in self._tasks:
             self._tasks.remove(task)
         if not task.cancelled() and task.exception() is not None:
-            log.warning("the weights have not been changed: %s", task.exception())
+            log.warning("the weights were not changed: %s", task.exception())
 
     async def _warm_up(self, info: EngineInfo) -> None:
         path = self.settings.worker.warmup_file

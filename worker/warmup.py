@@ -68,7 +68,7 @@ async def warm_up(engine: EngineClient, model: ModelInfo, secret: bytes, path: s
         if len(ids) >= model.context_tokens:
             raise WarmupError(
                 f"prompt {number} of the warm-up file {path} has {len(ids)} tokens; this worker "
-                f"takes {model.context_tokens - 1} at most: shorten it"
+                f"takes {model.context_tokens - 1} at most. Shorten it"
             )
         request = EngineRequest(
             request_id=f"warmup-{number}",

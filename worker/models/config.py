@@ -155,7 +155,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 qk_norm=family == "qwen3",
             )
         except KeyError as error:
-            raise UnsupportedModel(f"config.json does not say {error.args[0]}") from error
+            raise UnsupportedModel(f"config.json lacks {error.args[0]}") from error
         if config.query_heads % config.kv_heads or config.head_dim % 2:
             raise UnsupportedModel(
                 f"{config.query_heads} query heads, {config.kv_heads} KV heads of "
@@ -175,7 +175,7 @@ def _parse_rope(raw: Mapping[str, Any]) -> Rope:
     theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if float(scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1) != 1:
-        raise UnsupportedModel("rotating only a part of each head is not supported")
+        raise UnsupportedModel("partial rotary embeddings are not supported")
     match kind:
         case "default":
             return Rope(theta=theta)

@@ -174,10 +174,11 @@ class _Taker:
     def mapped(self, name: str, *shape: int) -> torch.Tensor:
         tensor = self.tensors.get(name)
         if tensor is None:
-            raise UnsupportedModel(f"the weights hold no tensor {name}, which config.json implies")
+            raise UnsupportedModel(f"the weights lack the tensor {name}, which config.json implies")
         if tuple(tensor.shape) != shape:
             raise UnsupportedModel(
-                f"tensor {name} has the shape {tuple(tensor.shape)}, config.json implies {shape}"
+                f"tensor {name} has the shape {tuple(tensor.shape)}, but config.json implies "
+                f"{shape}"
             )
         self.taken.add(name)
         return tensor

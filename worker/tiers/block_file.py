@@ -81,7 +81,7 @@ def read_header(path: Path, body_bytes: int | None = None) -> Header:
         size = os.fstat(file.fileno()).st_size
     front_bytes = PREFIX.size + len(encoded)
     if body_bytes is not None and size != front_bytes + body_bytes + DIGEST_BYTES:
-        raise BadBlockFile(f"it has {size} bytes")
+        raise BadBlockFile(f"it has the wrong size, {size} bytes")
     return _decoded(encoded)
 
 
@@ -93,7 +93,7 @@ def read_block_file(path: Path, expected: Header, body_bytes: int) -> bytes:
     if len(data) != end + DIGEST_BYTES:
         raise BadBlockFile(f"it has {len(data)} bytes instead of {end + DIGEST_BYTES}")
     if hashlib.blake2b(memoryview(data)[:end], digest_size=DIGEST_BYTES).digest() != data[end:]:
-        raise BadBlockFile("its digest differs")
+        raise BadBlockFile("its digest does not match")
     header = _decoded(data[PREFIX.size : start])
     if header != expected:
         raise BadBlockFile(f"it holds {header}, expected {expected}")
@@ -110,7 +110,7 @@ def _header_bytes(front: bytes) -> int:
         raise BadBlockFile(f"it ends after {len(front)} bytes")
     magic, version, length = PREFIX.unpack(front)
     if magic != MAGIC or version != VERSION or length > MAX_HEADER_BYTES:
-        raise BadBlockFile(f"it begins with {front!r}: no KV block of version {VERSION}")
+        raise BadBlockFile(f"it begins with {front!r}, so it is no KV block of version {VERSION}")
     return int(length)
 
 

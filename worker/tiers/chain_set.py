@@ -254,12 +254,12 @@ class ChainSet:
             if entry.parent is not None:
                 children[entry.parent] = children.get(entry.parent, 0) + 1
                 if self._entries.get(entry.parent.block_hash) is not entry.parent:
-                    raise InvariantError(f"{entry.block_hash.hex()} has lost its parent")
+                    raise InvariantError(f"{entry.block_hash.hex()} has no parent in the tier")
                 if entry.ready and not entry.parent.ready:
                     raise InvariantError(f"{entry.block_hash.hex()} is ready before its parent")
         for entry in self._entries.values():
             if entry.children != children.get(entry, 0):
-                raise InvariantError(f"{entry.block_hash.hex()} miscounts its children")
+                raise InvariantError(f"{entry.block_hash.hex()} has a wrong count of children")
         leaves = sum(map(self._is_leaf, self._entries.values()))
         if leaves != len(self._leaves):
             raise InvariantError(f"{leaves} leaves, {len(self._leaves)} in the heap")
@@ -269,4 +269,4 @@ class ChainSet:
                 f"{self.capacity} places"
             )
         if self._ready != sum(entry.ready for entry in self._entries.values()):
-            raise InvariantError(f"{self._ready} ready entries, counted otherwise")
+            raise InvariantError(f"{self._ready} ready entries by the count, not by the entries")

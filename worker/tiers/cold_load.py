@@ -111,7 +111,7 @@ def run_load(
                 return Loaded(whole, host_s, 0.0, problem)
         return Loaded(whole, host_s, clock() - began_s - host_s, "")
     except Exception as error:  # whatever a driver raises: the blocks are computed instead
-        log.exception("a load failed")
+        log.exception("loading blocks from a cold tier failed")
         return Loaded(whole, host_s, 0.0, repr(error))
 
 

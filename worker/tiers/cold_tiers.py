@@ -358,7 +358,7 @@ class ColdTiers:
             error = job.exception()
             if error is not None:
                 if not self._writes_fail:
-                    log.warning("blocks are not written to disk until that works again: %s", error)
+                    log.warning("cannot write blocks to disk, still trying: %s", error)
                 self._writes_fail = True
                 self._count["failed_writes"] += 1
                 if twin.alive:
@@ -384,7 +384,7 @@ class ColdTiers:
         self.disk_speed.observe(load.whole - of_host, loaded.disk_s)
         self._unpin(load, disk)
         if loaded.problem:
-            log.warning("a block could not be loaded, it is computed: %s", loaded.problem)
+            log.warning("a block could not be loaded and is computed instead: %s", loaded.problem)
             count["failed_loads"] += 1
             bad = load.entries[load.whole]
             if bad.alive:

@@ -105,11 +105,11 @@ class DiskFolder:
                 header = read_header(path, self.body_bytes)
                 expected = self.header(header.block_hash, header.parent, header.content)
                 if header != expected or entry.name != name_of(header.block_hash):
-                    raise BadBlockFile(f"it holds {header}")
+                    raise BadBlockFile(f"its header or name does not match: {header}")
                 found.append(Found(header, entry.stat().st_mtime_ns))
             except (OSError, BadBlockFile) as error:
                 self.unusable += 1
-                log.warning("%s is not used: %s", path, error)
+                log.warning("ignoring %s: %s", path, error)
         found.sort(key=lambda file: file.used_ns)
         return found
 
@@ -157,4 +157,4 @@ def _own_folder(parent: Path) -> tuple[Path, int]:
             os.close(lock)
             continue
         return path, lock
-    raise OSError(f"{MAX_WORKERS} workers use {parent} already")
+    raise OSError(f"all {MAX_WORKERS} folders of {parent} are used by other workers")

@@ -32,8 +32,8 @@ class TorchCopies:
             self._host = torch.empty((places, self.block_bytes), dtype=torch.uint8, pin_memory=cuda)
         except RuntimeError as error:
             raise MemoryError(
-                f"the host has no {places * self.block_bytes} bytes for the KV cache's CPU tier: "
-                f"set worker.cpu_tier_gb lower ({error})"
+                f"cannot allocate {places * self.block_bytes} bytes of host memory for the CPU "
+                f"tier ({error}); set worker.cpu_tier_gb lower"
             ) from error
         self._typed = self._host.view(self._dtype).view(places, *self.shape)
         self._stream = (

@@ -42,15 +42,16 @@ def open_tiers(
     if not settings.cpu_tier_gb:
         if settings.disk_tier_gb:
             raise ValueError(
-                "worker.disk_tier_gb needs worker.cpu_tier_gb: blocks go to disk through it"
+                "worker.disk_tier_gb needs worker.cpu_tier_gb, because blocks reach the disk "
+                "through host memory"
             )
         return None
     block_bytes = kv_block_bytes(runner.model.config, settings.block_size, runner.model.dtype)
     host_blocks = int(settings.cpu_tier_gb * GIB) // block_bytes
     if host_blocks < 1:
         raise ValueError(
-            f"worker.cpu_tier_gb={settings.cpu_tier_gb:g} holds no block of {block_bytes} bytes: "
-            "set it higher, or to 0"
+            f"worker.cpu_tier_gb={settings.cpu_tier_gb:g} is less than one block of {block_bytes} "
+            "bytes; set it higher, or to 0"
         )
     copies = TorchCopies(runner.pools, host_blocks)
     try:
@@ -58,7 +59,7 @@ def open_tiers(
     except OSError as error:
         if error.errno not in FULL:
             raise
-        log.warning("there is no disk tier until the worker starts anew: %s", error)
+        log.warning("no disk tier until the worker is restarted: %s", error)
         folder, disk_blocks = None, 0
     tiers = ColdTiers(
         copies,
@@ -74,7 +75,7 @@ def open_tiers(
     _measure(tiers, copies, folder, min(kv_blocks, host_blocks))
     tiers.set_prefill_speed(*prefill)
     log.info(
-        "cold tiers: %d blocks in host memory, %d on disk, of which %d are there already",
+        "cold tiers: %d blocks in host memory, %d on disk, %d of them found there",
         host_blocks,
         tiers.disk.capacity,
         len(tiers.disk),
@@ -101,8 +102,8 @@ def open_folder(
     if blocks < 1:
         folder.close()
         raise ValueError(
-            f"worker.disk_tier_gb={settings.disk_tier_gb:g} holds no block of "
-            f"{folder.block_bytes} bytes: set it higher, or to 0"
+            f"worker.disk_tier_gb={settings.disk_tier_gb:g} is less than one block of "
+            f"{folder.block_bytes} bytes; set it higher, or to 0"
         )
     return folder, blocks
 
@@ -122,7 +123,7 @@ def _measure(tiers: ColdTiers, copies: TorchCopies, folder: DiskFolder | None, m
     try:
         folder.write(header, copies.host_bytes(0))
     except OSError as error:
-        log.warning("the disk tier is measured by its first load: %s", error)
+        log.warning("cannot measure the disk tier, its first load will: %s", error)
         return
     for count in PROBE_BLOCKS:
         began_s = time.perf_counter()
