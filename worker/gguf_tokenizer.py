@@ -16,7 +16,7 @@ _WORDS = (
 )
 
 END_TOKENS = frozenset({"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "</s>"})
-"""Control tokens that end an answer whether or not the metadata says so."""
+"""Control tokens that end an answer even if the metadata do not say so."""
 
 
 class TokenType(IntEnum):
@@ -35,9 +35,9 @@ class Metadata(Protocol):
 
 
 def build_tokenizer(metadata: Metadata) -> Tokenizer:
-    """The tokenizer that the metadata describe.
+    """Build the tokenizer that the metadata describe.
 
-    Raises UnsupportedModel for another kind of vocabulary or an unknown way to split words.
+    Raises UnsupportedModel for another kind of vocabulary or an unknown pre-tokenizer.
     """
     kind = metadata.need("tokenizer.ggml.model")
     if kind != "gpt2":
@@ -68,8 +68,8 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
 
 
 def adds_bos(metadata: Metadata) -> bool:
-    """Whether texts begin with the bos token: where the file does not say, as llama.cpp does for
-    its way to split words."""
+    """Whether texts begin with the bos token. If the file does not say, as in llama.cpp for this
+    pre-tokenizer."""
     split = metadata.get("tokenizer.ggml.pre", "default")
     return bool(metadata.get("tokenizer.ggml.add_bos_token", split == "llama-bpe"))
 
