@@ -1,4 +1,4 @@
-"""What a request must be to enter the engine."""
+"""Validate a request before it enters the engine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from worker.messages import EngineRequest
 from worker.sequence import Sequence
 
 ROOT_BYTES = 32
-"""Size of a namespace root. Longer than a hash, so no content of depth 0 equals a deeper one."""
+"""Size of a namespace root. Longer than a hash, so that no content of depth 0 equals a deeper
+one."""
 
 
 def sequence_of(request: EngineRequest, order: int, config: EngineConfig) -> Sequence:
     """The request as a new sequence, the `order`-th to arrive.
 
-    Raises RequestError: 400 where it can never run (empty, too long, a token that the model does
-    not have), 500 where the worker's own server made it wrong.
+    Raises RequestError: 400 if it can never run (empty, too long, an unknown token), 500 if the
+    worker's own server made it invalid.
     """
     if request.sampling.max_tokens < 1:
         raise RequestError(
