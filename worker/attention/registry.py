@@ -12,7 +12,7 @@ BACKENDS = ("auto", "sdpa", "triton")
 def attention_backend(name: str, device: torch.device | str = "cpu") -> AttentionBackend[object]:
     """The backend of that name for `device`; "auto" is triton on CUDA, else sdpa.
 
-    Raises ValueError for a name that is not there, or a backend whose package is missing.
+    Raises ValueError for an unknown name, or a backend whose package is missing.
     """
     if name == "varlen":
         raise ValueError(
@@ -23,7 +23,7 @@ def attention_backend(name: str, device: torch.device | str = "cpu") -> Attentio
         raise ValueError(f"unknown attention backend {name!r}; use one of {', '.join(BACKENDS)}")
     if name == "auto":
         name = "triton" if torch.device(device).type == "cuda" else "sdpa"
-    # Imported here: not every machine has triton.
+    # Imported here, because not every machine has triton.
     if name == "sdpa":
         from worker.attention.sdpa import SdpaBackend
 

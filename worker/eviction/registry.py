@@ -19,14 +19,13 @@ POLICIES: dict[str, tuple[Callable[..., EvictionPolicy], dict[str, float]]] = {
     "ttl": (Ttl, {"ttl_s": 600.0}),
     "workload_aware": (WorkloadAware, {}),
 }
-"""Name -> what makes the policy of a pool, and its parameters with their defaults."""
+"""Name -> factory of the policy for a pool, and its parameters with their defaults."""
 
 
 def parse_eviction(text: str) -> MakePolicy:
-    """What makes the policy that the text names.
+    """Factory of the policy that the text describes.
 
-    Raises ValueError, in words, for an unknown name, an unknown parameter or a value that does not
-    work.
+    Raises ValueError for an unknown name, an unknown parameter or an invalid value.
     """
     name, _, rest = text.strip().partition(":")
     if name not in POLICIES:
@@ -46,5 +45,5 @@ def parse_eviction(text: str) -> MakePolicy:
             raise ValueError(
                 f"{key} of the eviction policy {name} must be a number, got {value!r}"
             ) from error
-    make(BlockPool(1), **fields)  # a value that does not work is refused here
+    make(BlockPool(1), **fields)  # an invalid value fails here
     return lambda pool: make(pool, **fields)
