@@ -1,4 +1,4 @@
-"""From settings to cold tiers: sizes, threads, folder, and first measurements."""
+"""Open the cold tiers from settings: sizes, threads, folder, first measurements."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 GIB = 1 << 30
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Of a disk on which nothing can be written now. A worker serves without it."""
+"""Errors of a disk that cannot be written now. A worker serves without it."""
 
 PROBE_BLOCKS = (1, 8, 1, 8)
 
@@ -34,10 +34,10 @@ def open_tiers(
     kv_blocks: int,
     prefill: Speed,
 ) -> ColdTiers | None:
-    """The tiers that the settings ask for, None where they ask for none.
+    """The tiers of the settings, or None.
 
-    Call it before the engine runs: copies are measured in its empty pool. Raises ValueError for
-    settings that cannot work, MemoryError, OSError.
+    Call it before the engine runs, because copies are measured in its empty pool. Raises ValueError
+    for invalid settings, MemoryError, OSError.
     """
     if not settings.cpu_tier_gb:
         if settings.disk_tier_gb:
@@ -86,9 +86,9 @@ def open_tiers(
 def open_folder(
     settings: WorkerSettings, runner: TorchRunner, namespace: Namespace
 ) -> tuple[DiskFolder | None, int]:
-    """The disk tier's folder of a namespace, and the blocks that it may hold.
+    """The disk tier's folder of a namespace, and its maximum of blocks.
 
-    None where the settings ask for no disk tier. Raises ValueError, OSError.
+    None if the settings have no disk tier. Raises ValueError, OSError.
     """
     if not settings.disk_tier_gb:
         return None, 0
@@ -109,9 +109,9 @@ def open_folder(
 
 
 def _measure(tiers: ColdTiers, copies: TorchCopies, folder: DiskFolder | None, most: int) -> None:
-    """What copies and reads cost here, before the first request asks. Later loads correct it."""
+    """Measure copies and reads before the first request. Later loads correct the result."""
     copies.clear(most)
-    copies.copy_in([0], [1])  # whatever the first one has to set up does not count
+    copies.copy_in([0], [1])  # without the set-up of the first copy
     for count in PROBE_BLOCKS:
         count = min(count, most)
         began_s = time.perf_counter()
