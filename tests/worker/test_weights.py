@@ -112,7 +112,7 @@ def test_mistral_s_own_file_beside_it_is_ignored(directory, tmp_path, index):
     assert (loaded.tensors.keys(), loaded.weights_digest) == (tensors.keys(), digest)
     for file in directory.glob("model*"):
         file.unlink()
-    with pytest.raises(MissingModel, match=r"consolidated\.safetensors only.*get the model's"):
+    with pytest.raises(MissingModel, match=r"only consolidated\.safetensors.*download the model's"):
         load(directory, tmp_path)
 
 
