@@ -56,7 +56,7 @@ class Transcript:
         parts: list[str] = []
         for token_id in token_ids:
             self.completion_tokens += 1
-            if token_id in self._stop_ids:  # gives no text in which the filter could see it
+            if token_id in self._stop_ids:  # gives no text to match
                 finish_reason = "stop"
                 break
             text, stopped = self._stop.push(self._detokenizer.push([token_id]))

@@ -85,7 +85,7 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An accelerator with a model on it.
+    """An emulated accelerator with its model.
 
     kv_tokens        size of its KV pool, unless the settings give one
     context_tokens   longest prompt + output

@@ -30,7 +30,7 @@ def letters(tokenizer: Tokenizer) -> list[int]:
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """Of a token that the vocabulary has."""
+    """Id of a token in the vocabulary."""
     number = tokenizer.token_to_id(token)
     assert number is not None
     return number

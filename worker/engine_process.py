@@ -171,7 +171,7 @@ class EngineLoop:
 
     def _prepare_weights(self, ticket: int, path: str) -> None:
         if self._change is not None:
-            self._send(NotDone(ticket, "other weights are being loaded already"))
+            self._send(NotDone(ticket, "new weights are already being loaded"))
             return
         self._prepared = None
         try:
@@ -193,7 +193,7 @@ class EngineLoop:
 
     def _apply_weights(self, ticket: int) -> None:
         if self._prepared is None:
-            self._send(NotDone(ticket, "no other weights have been prepared"))
+            self._send(NotDone(ticket, "no weights were prepared"))
             return
         (change, prepared), self._prepared = self._prepared, None
         self._info, outputs = change.apply(prepared)

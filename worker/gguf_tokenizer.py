@@ -48,7 +48,7 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
     split = metadata.get("tokenizer.ggml.pre", "default")
     tokens: list[str] = metadata.need("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.need("tokenizer.ggml.merges")]
-    # Llama 3 looks whole words up before it merges.
+    # Llama 3 looks up whole words before merging.
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},

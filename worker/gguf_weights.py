@@ -23,7 +23,7 @@ ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
 }
-"""GGUF's names to those of `config.json`. Mistral's files call themselves llama."""
+"""GGUF architecture -> architecture in `config.json`. Mistral's files are named llama."""
 
 PERMUTED = ("llama",)
 """Architectures whose q and k rows are stored in pairs that rotate together."""

@@ -75,7 +75,7 @@ class Scheduler:
         budget = self._plan_prefills(prefills, self._config.token_budget - len(self.decodes))
         self._admit(prefills, budget)
         if self.loading is not None:
-            self.loading.tiers.copy_out()  # the step overwrites what was evicted for it
+            self.loading.tiers.copy_out()  # the step overwrites blocks evicted for it
         return Plan(self.decodes, prefills)
 
     def steady_steps(self) -> int:

@@ -14,7 +14,7 @@ BIG_ENDIAN = sys.byteorder == "big"
 
 
 class Status(enum.Enum):
-    """Stage of a sequence. A preempted sequence is waiting again."""
+    """Stage of a sequence. A preempted sequence waits again."""
 
     WAITING = "waiting"
     RUNNING = "running"

@@ -71,7 +71,7 @@ class WorkerService:
     def info(self) -> EngineInfo:
         """Description of the engine. Raises RuntimeError before it is ready."""
         if self._info is None:
-            raise RuntimeError("the worker has not started yet")
+            raise RuntimeError("the worker is not ready yet")
         return self._info
 
     @property

@@ -33,7 +33,7 @@ class Step(NamedTuple):
 class HostStep(NamedTuple):
     """A batch in layout order, on the host.
 
-    flat     int64, pinned where the device is CUDA:
+    flat     int64, pinned if the device is CUDA:
              token ids | positions | slots | lengths | logit rows | row starts | block tables
     sizes    of these parts
     sampled  indices in the batch of the items that sample, in the order of the layout

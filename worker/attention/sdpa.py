@@ -42,7 +42,7 @@ class DecodeGroup(NamedTuple):
 class Chunk(NamedTuple):
     """Prefill chunk of one sequence: rows [first, last) at the end of `context` tokens.
 
-    mask is [rows, context], 0 or -inf, aligned bottom-right; None where the chunk is the whole
+    mask is [rows, context], 0 or -inf, aligned bottom-right; None if the chunk is the whole
     context, which needs neither pool nor mask.
     """
 

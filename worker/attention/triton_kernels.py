@@ -55,7 +55,7 @@ def paged_attention(
 
     query          [rows, query_heads, HEAD_DIM], rows `query_stride` elements apart
     pools          [blocks + 1, BLOCK_SIZE, KV_HEADS, HEAD_DIM], contiguous
-    out            [rows, query_heads, HEAD_DIM], contiguous; written where SPLITS is 1
+    out            [rows, query_heads, HEAD_DIM], contiguous; written if SPLITS is 1
     part_sums      [rows, query_heads, SPLITS, HEAD_DIM] fp32, weighted sums of values
     part_tops      [rows, query_heads, SPLITS] fp32, greatest score (base 2); -inf for no key
     part_totals    [rows, query_heads, SPLITS] fp32, sums of weights
