@@ -113,8 +113,7 @@ class BlockPool:
         return True
 
     def share_all(self, blocks: Sequence[int]) -> list[int]:
-        """`share` each block; returns those that had no reference before. Raises as `share`
-        does."""
+        """`share` each block; returns those that were free. Raises as `share` does."""
         references = self._references
         first = []
         for block in blocks:

@@ -39,8 +39,7 @@ Shape = list[tuple[int, int]]
 
 
 class Limits(NamedTuple):
-    """Limits of the engine: tokens per sequence, per step and in the pool, and sequences per
-    step."""
+    """Limits of the engine: tokens per sequence, step and pool, sequences per step."""
 
     context_tokens: int
     token_budget: int

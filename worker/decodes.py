@@ -115,8 +115,7 @@ class Decodes:
         self.steps += steps
 
     def steps_alone(self) -> int:
-        """Number of coming steps in which no sequence is due or needs a block; 0 without
-        decodes."""
+        """Number of coming steps in which no decode is due or needs a block; 0 without any."""
         return 0 if self.full or not self._due else min(self._due) - self.steps - 1
 
     def check(self) -> None:

@@ -99,8 +99,7 @@ class _WindowDecoder:
         ... | settled: text was sent | pending: not final yet |
             ^ window begins
 
-    The settled tokens are the left context of the pending ones (for a leading space, for
-        example).
+    The settled tokens are the left context of the pending ones, as for a leading space.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

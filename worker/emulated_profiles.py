@@ -29,8 +29,7 @@ USUAL_BATCH = 32
 
 
 class ProfileError(ValueError):
-    """A profile that cannot be used. The message lists the profiles, or says what is wrong in a
-    file."""
+    """A profile that cannot be used. The message lists the profiles or the error in a file."""
 
 
 class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,5 +1,4 @@
-"""The emulated model's tokenizer and chat template. One byte is one token, without a vocabulary
-file."""
+"""The emulated model's tokenizer and chat template. One byte is one token."""
 
 from __future__ import annotations
 

@@ -28,8 +28,7 @@ EMULATED = "emulated:"
 
 
 class EmulatedRunner:
-    """Implements `worker.batch.Runner`. A step takes the time of the cost model, its own work
-    included.
+    """Implements `worker.batch.Runner`. A step takes the time of the cost model.
 
     A step that continues a sequence of the previous step starts when that one ended: an engine on a
     real accelerator plans a step while another runs, so that planning is hidden as long as it takes

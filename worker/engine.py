@@ -178,8 +178,7 @@ class EngineCore:
         )
 
     def step(self, now: float = 0.0) -> list[Output]:
-        """Compute one batch. `now` is the caller's clock in seconds, used by eviction policies
-        only.
+        """Compute one batch. `now` is the caller's clock in seconds, for eviction policies.
 
         If the runner fails, the batch is computed again in halves: a request that fails alone ends
         with an "error" output, one that runs out of memory is preempted, and the others continue.

@@ -128,8 +128,7 @@ class EngineClient:
         return ""
 
     async def start(self, weights: GivenWeights | None = None) -> EngineInfo:
-        """Start the process and wait until its model is loaded; `weights` replaces those in the
-        settings.
+        """Start the process and load the model; `weights` replaces that of the settings.
 
         Raises EngineDead if it ends before that.
         """

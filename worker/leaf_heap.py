@@ -8,8 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 Key = TypeVar("Key", bound=tuple[float, ...])
 
 SPARE = 64
-"""Stale entries that the heap may have, in addition to as many as valid ones, before it is
-rebuilt."""
+"""The heap is rebuilt when its stale entries outnumber the valid ones by this many."""
 
 
 class _Entry(NamedTuple, Generic[Key]):

@@ -29,8 +29,7 @@ class Prepared(NamedTuple):
 
 
 class WeightChange:
-    """One change of weights: `prepare` loads in a thread of its own, then `apply` between two
-    steps."""
+    """One change of weights: `prepare` in a thread of its own, then `apply` between two steps."""
 
     def __init__(self, core: EngineCore, info: EngineInfo, settings: WorkerSettings) -> None:
         """Raises ModelError if the engine has no weights."""

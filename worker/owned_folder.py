@@ -57,8 +57,7 @@ def _remove_abandoned(root: Path, prefix: str) -> None:
 
 
 def _locked(path: Path) -> int:
-    """Descriptor that holds the folder's lock; NO_LOCK if another process holds it or the folder is
-    gone.
+    """Descriptor that holds the folder's lock; NO_LOCK if it is held or the folder is gone.
 
     Raises OSError if the folder cannot be locked at all.
     """

@@ -34,8 +34,7 @@ DIGITS = 3
 
 HUBER = 1.345
 TUKEY = 4.685
-"""Residuals from which on weights decrease (Huber) or are 0 (Tukey), in robust standard
-deviations."""
+"""Residuals above which weights decrease (Huber) or are 0 (Tukey), in robust deviations."""
 
 RELUCTANCE = np.array([3e-4, 1e-9, 3e-4, 3e-4])
 """Reluctance of fixed cost, tokens, pairs, decodes. If all steps are alike, tokens explain their
@@ -132,8 +131,7 @@ class PrefillSpeed:
 def fit_step_time(
     features: FloatArray, seconds: FloatArray, reluctance_of: FloatArray = RELUCTANCE
 ) -> FloatArray:
-    """Robust fit: non-negative coefficients `[k]` with `features @ coefficients` close to
-    `seconds`.
+    """Robust non-negative coefficients `[k]` with `features @ coefficients` close to `seconds`.
 
     features `[n, k]`: steps, prefill tokens, pairs, decodes, or those of `reluctance_of` (`[k]`);
     seconds `[n]`, positive. Residuals are relative to the measured time.

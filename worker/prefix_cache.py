@@ -342,8 +342,7 @@ class PrefixCache:
             self._evicted[block_hash] = None
 
     def check(self) -> None:
-        """Raises InvariantError unless the set is prefix-closed and agrees with the pool.
-        O(pool)."""
+        """Raises InvariantError unless prefix-closed and in agreement with the pool. O(pool)."""
         if not len(self._blocks) == len(self._hashes) == len(self._contents):
             raise InvariantError(
                 f"{len(self._blocks)} hashes, {len(self._hashes)} blocks, "

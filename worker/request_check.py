@@ -10,8 +10,7 @@ from worker.messages import EngineRequest
 from worker.sequence import Sequence
 
 ROOT_BYTES = 32
-"""Size of a namespace root. Longer than a hash, so that no content of depth 0 equals a deeper
-one."""
+"""Size of a namespace root. Longer than a hash, so no content of depth 0 equals a deeper one."""
 
 
 def sequence_of(request: EngineRequest, order: int, config: EngineConfig) -> Sequence:

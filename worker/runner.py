@@ -119,8 +119,7 @@ class TorchRunner:
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch's error means that an allocation failed. Host errors have no class of their
-    own."""
+    """Whether torch's error means that an allocation failed. Host errors have no class."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 

@@ -27,8 +27,7 @@ rows with a larger nucleus."""
 
 
 class Draw(NamedTuple):
-    """How to sample one token: the request's parameters, and the token's index among its
-    outputs."""
+    """How to sample one token: the request's parameters and the token's output index."""
 
     sampling: Sampling
     output_index: int

@@ -225,8 +225,7 @@ class Scheduler:
             del self.waiting[sequence.request_id]
 
     def _admits_none(self) -> bool:
-        """Whether `_admit` admits none, after a step of decodes only and with no prefix in
-        flight."""
+        """Whether `_admit` admits none, after decodes only and with no prefix in flight."""
         running = len(self.running)
         if not self.waiting or running >= min(
             self._config.max_batch_size, self._config.token_budget

@@ -83,8 +83,7 @@ class WorkerServer:
         return self.service.url
 
     async def start(self) -> None:
-        """Load the model, open the port, publish the card. Raises EngineDead, or OSError for the
-        port."""
+        """Load the model, open the port, publish the card. Raises EngineDead, OSError."""
         settings = self.service.settings.worker
         try:
             await self.service.load()

@@ -29,8 +29,8 @@ PROBE_S = 1.0
 
 RECORD_TRIES = 3
 RECORD_RETRY_S = 1.0
-"""If Redis is unreachable at the start, a worker retries this often, then loads the weights of its
-settings."""
+"""Retries if Redis is unreachable at the start; after them the weights of the settings are
+loaded."""
 
 
 class WorkerService:

@@ -10,8 +10,7 @@ import torch
 
 
 def staging_buffer(size: int, device: torch.device) -> torch.Tensor:
-    """`[size]` int64 on the host, pinned if `device` is CUDA, because only then is a copy
-    asynchronous.
+    """`[size]` int64 on the host, pinned for CUDA, so that copies are asynchronous.
 
     Allocate a new one for every copy: torch reuses freed pinned memory only after the copies that
     read it have ended.

@@ -1,5 +1,4 @@
-"""Warm-up: prompts that are computed, cached and pinned before the worker reports that it is
-ready."""
+"""Warm-up: prompts computed, cached and pinned before the worker reports that it is ready."""
 
 from __future__ import annotations
 

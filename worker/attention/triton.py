@@ -219,8 +219,7 @@ def splits_of(programs: int, longest: int, processors: int) -> int:
 
 
 def _cut(step: AttentionMetadata, rows_of_tile: int, device: torch.device) -> Tiles:
-    """Tiles of the chunks, the last of each sequence first: they see the most keys and take
-    longest."""
+    """Tiles of the chunks, the last of each sequence first, since these take longest."""
     sequences: list[int] = []
     first_rows: list[int] = []
     for index in range(step.decodes, len(step.query_lens)):

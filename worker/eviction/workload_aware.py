@@ -149,8 +149,7 @@ class WorkloadAware:
         self._class_of = array("b", [-1]) * len(self._class_of)
 
     def probability(self, request_type: str, turn: int, idle_s: float) -> float:
-        """Probability of a use within a block's life for this class and idle time, for
-        inspection."""
+        """Probability of a use within a block's life, for inspection."""
         fit = self._fits[self._number(BlockUse(0.0, 0, 0, request_type, turn))]
         return fit.probability(idle_s, self.life_s)
 

@@ -168,8 +168,7 @@ class _Taker:
         self.taken: set[str] = set()
 
     def __call__(self, name: str, *shape: int) -> torch.Tensor:
-        """A copy of the tensor, because the file from which it is mapped may change or be
-        removed."""
+        """A copy of the tensor, because the mapped file may change or be removed."""
         return self.mapped(name, *shape).to(self.device, self.dtype, copy=True)
 
     def mapped(self, name: str, *shape: int) -> torch.Tensor:

@@ -110,8 +110,7 @@ class ColdTiers:
     # Blocks that leave the device
 
     def keeps(self, block: int) -> bool:
-        """Whether host memory holds the KV of this cached device block, or a copy is in
-        progress."""
+        """Whether host memory holds the KV of this cached device block, or will soon."""
         twin = self._twins.get(block)
         return twin is not None and twin.alive
 
