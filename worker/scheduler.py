@@ -68,7 +68,7 @@ class Scheduler:
         """Plan one step. Every planned sequence has the blocks that its tokens need."""
         self.expire(now)
         for sequence in self.decodes.full[:]:
-            if sequence.due:  # it was preempted for another
+            if sequence.due:  # else it was preempted for another
                 self._grow(sequence)
         prefills: dict[Sequence, int] = {}
         # The budget has at least one token per running sequence, so one for each decode.

@@ -20,7 +20,7 @@ class Entry:
     """One block of a tier.
 
     content   packed tokens, at depth 0 after the namespace root
-    place     index of its slot in the tier; a pinned entry that has left the tier still occupies it
+    place     index of its place in the tier, still in use by a pinned entry that has left the tier
     alive     whether it is in the tier
     ready     its KV is complete; before that no look-up finds it
     pins      users that protect it from eviction: copies, reads or writes in progress

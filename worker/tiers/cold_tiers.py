@@ -2,7 +2,7 @@
 
     device ──evicted, copied at once──▶ host memory ──written in the background──▶ disk
        ▲                                    │                                        │
-       └──────────────── loaded by the I/O thread, cached when complete ────────────────┘
+       └────────────── loaded by the I/O thread, cached when complete ───────────────┘
 
 Both tiers keep their copy of a loaded block, so that its next eviction costs nothing. Blocks are
 written to disk at once, not when host memory is full, so that they survive a crash and host memory
