@@ -33,6 +33,7 @@ class PoolRecord:
         self._keys = BusKeys(pool)
         self._redis = connect(redis_url, timeout_s=timeout_s, key=self._keys.workers)
         self._weights = self._keys.prefix + "weights"
+        self._redis = connect(redis_url, timeout_s=timeout_s, key=self._weights)
 
     async def weights(self, configured: str) -> GivenWeights | None:
         """What workers with `worker.model = configured` have to load; None: just that."""

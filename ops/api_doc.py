@@ -17,6 +17,7 @@ import msgspec
 from cluster.protocol import (
     HEADER_EXPLAIN,
     HEADER_HIT_TOKENS,
+    HEADER_IGNORED_FIELDS,
     HEADER_POLICY,
     HEADER_PREDICTED_HIT_TOKENS,
     HEADER_PROMPT_TOKENS,
@@ -142,6 +143,7 @@ STREAM_OPTIONS = {
 RESPONSE_HEADERS = {
     HEADER_REQUEST_ID: "the request's id, for `/admin/decisions/{request_id}`",
     HEADER_WORKER: "the worker that answered",
+    HEADER_IGNORED_FIELDS: "fields of the body that are not known, if there are any",
     HEADER_POLICY: "the policy that chose it",
     HEADER_PROMPT_TOKENS: "tokens of the prompt",
     HEADER_PREDICTED_HIT_TOKENS: "prompt tokens that the gateway expected the worker to reuse",
@@ -299,7 +301,8 @@ _ADMISSION = f"""`HEAD` is answered like `GET`, without a body.
   ([explaining.md](explaining.md)).
 """
 
-_FIELDS = """`null` is the same as no value. A field that this page does not list is ignored.
+_FIELDS = """`null` is the same as no value. A field that this page does not list is ignored, and
+named in `x-stemroute-ignored-fields`.
 """
 
 _REFUSED = """\

@@ -99,12 +99,15 @@ class Ticket:
         """Book the request at a worker that has room. Tells the placement, None, or a RequestError
         (429, 503) where the request may not wait, or not longer."""
         admission, model = self._admission, self.model
-        if self._timer is None and not self._is_late and model not in admission._queues:
-            with suppress(NoRoom):
-                self.placement = admission._dispatcher.place(model, prompt, self.request_id)
-                tell(self.placement)
-                return
-        admission._wait(self, prompt, tell)
+        if self._timer is not None or self._is_late or model in admission._queues:
+            admission._wait(self, prompt, tell)
+            return
+        try:
+            self.placement = admission._dispatcher.place(model, prompt, self.request_id)
+        except NoRoom:
+            admission._wait(self, prompt, tell)
+        else:
+            tell(self.placement)
 
     def move(self, prompt: Prompt, tried: Collection[str]) -> Placement | None:
         """Give the booking up for one at a worker that was not `tried`, None where there is none.

@@ -67,16 +67,16 @@ class Combined:
         ]
 
     async def _ready(self, request: Request) -> Response:
-        """Ready where all processes are: else the first that is not says why."""
-        own = await self._own(request)
-        if own.status != 200:
-            return own
+        """Ready where all processes are; each says with its number why it is not."""
+        response = await self._own(request)
+        own = msgspec.json.decode(response.body, type=ReadyView)
+        reasons, degraded = list(own.reasons), list(own.degraded)
         for answer in await self._siblings.ask_all("GET", f"{PRIVATE}/ready"):
-            if answer.status != 200:
-                view = msgspec.json.decode(answer.body, type=ReadyView)
-                reasons = [f"process {answer.number}: {reason}" for reason in view.reasons]
-                return json_response(msgspec.structs.replace(view, reasons=reasons), status=503)
-        return own
+            view = msgspec.json.decode(answer.body, type=ReadyView)
+            reasons += [f"process {answer.number}: {reason}" for reason in view.reasons]
+            degraded += [f"process {answer.number}: {reason}" for reason in view.degraded]
+        view = msgspec.structs.replace(own, ready=not reasons, reasons=reasons, degraded=degraded)
+        return json_response(view, status=503 if reasons else 200)
 
     async def _metrics(self, request: Request) -> Response:
         own = await self._own(request)

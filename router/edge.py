@@ -15,6 +15,7 @@ import msgspec
 
 from cluster.protocol import SERVICE_UNAVAILABLE, RequestError
 from cluster.settings import GatewaySettings
+from router.cors import Cors, preflight
 from router.counts import RequestCounts
 from router.http_connection import Service
 from router.http_messages import ClientGone, Handler, Request, Response
@@ -67,12 +68,13 @@ def admin_body(body: bytes, kind: type[_Body], form: str, param: str) -> _Body:
 class Edge:
     """Finds handlers, asks for keys, and counts requests by endpoint and status.
 
-    endpoint "none": no such path or method
+    endpoint "none": no such path or method; "preflight": a browser's question (CORS)
     """
 
     def __init__(self, settings: GatewaySettings, requests: RequestCounts) -> None:
         self._settings = settings
         self._requests = requests
+        self._cors = Cors(settings.cors_origins)
         self._endpoints: dict[str, dict[str, Handler]] = {}
 
     def service(self) -> Service:
@@ -94,6 +96,9 @@ class Edge:
 
     def admit(self, request: Request) -> None:
         """Set the request's handler, or why it is refused."""
+        if self._cors.admit(request):  # a browser sends no key with it
+            request.endpoint, request.handler = "preflight", preflight
+            return
         missing = self._find(request)
         try:
             self._authenticate(request)

@@ -53,6 +53,7 @@ class Request:
     headers    names in lower case; repeated ones joined by commas
     endpoint   what answers it, for those who count; set by who finds it
     argument   the rest of the path where an endpoint takes one
+    response_headers   for every answer to it, beside the answer's own
     allowed    methods that the path takes, where it does not take this one
     """
 
@@ -67,6 +68,7 @@ class Request:
             "keeps_alive",
             "method",
             "path",
+            "response_headers",
         ),
         *("refusal", "stream", "version", "_connection"),
     )
@@ -92,6 +94,7 @@ class Request:
         self.handler: Handler | None = None
         self.refusal: RequestError | None = None
         self.stream: Stream | None = None
+        self.response_headers: dict[str, str] = {}
         self._connection = connection
 
     @property
@@ -163,6 +166,8 @@ def _head(status: int, headers: Mapping[str, str], framing: str, request: Reques
         connection = "Connection: close\r\n"
     else:
         connection = "Connection: keep-alive\r\n" if request.version == "1.0" else ""
+    if request.response_headers:
+        headers = {**headers, **request.response_headers}
     lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
     return (
         f"HTTP/1.1 {status} {_REASONS.get(status, '')}\r\n{lines}{framing}{connection}"

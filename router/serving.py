@@ -11,7 +11,12 @@ from functools import partial
 
 import msgspec
 
-from cluster.protocol import HEADER_EXPLAIN, GenerateRequest, RequestError
+from cluster.protocol import (
+    HEADER_EXPLAIN,
+    HEADER_IGNORED_FIELDS,
+    GenerateRequest,
+    RequestError,
+)
 from cluster.settings import GatewaySettings
 from router.admission import Admission, Tell, Told, no_worker
 from router.dispatch import Dispatcher, Placement
@@ -58,6 +63,8 @@ class Serving:
         the queue, or its worker.
         """
         model, request_id = asked.model, secrets.token_hex(16)
+        if asked.ignored_fields:
+            client.response_headers[HEADER_IGNORED_FIELDS] = ", ".join(asked.ignored_fields)
         if client.headers.get(HEADER_EXPLAIN) == "1":
             self._dispatcher.recent.want(request_id, asked.kind)
         failure = no_ready_worker(f"no worker of the model `{model}` is ready")

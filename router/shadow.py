@@ -13,8 +13,8 @@ request's first byte came (its prefill is done), when it ended, and how long req
 
 from __future__ import annotations
 
+import math
 import random
-from bisect import bisect_left
 from collections import Counter as Tally
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -24,6 +24,7 @@ import numpy as np
 from msgspec import structs
 
 from cluster.protocol import prefill_pairs
+from router.coming import Claim, ComingBlocks
 from router.fleet import Fleet
 from router.policies import Candidates, Policy, PolicyError, only_with_room, parse_policy
 from router.prefix_index import PrefixIndex
@@ -102,10 +103,10 @@ def sum_of_views(views: Sequence[ShadowView]) -> ShadowView:
 class _Placed(NamedTuple):
     """A request at a ghost: the blocks that it takes, and what is still to compute for it.
 
-    own_blocks   blocks of its prompt beyond the full ones of `chain`, which nobody can share
+    own_blocks   blocks of its prompt beyond the full ones of `claim`, which nobody can share
     """
 
-    chain: Sequence[bytes]
+    claim: Claim
     own_blocks: int
     pending_tokens: int
     pending_pairs: int
@@ -118,7 +119,8 @@ class _Ghost(msgspec.Struct, eq=False):
                   that what is left stays prefix-closed
     unfinished    requests there, of which come the numbers
     computing     those whose prefill is not done, with so many pending tokens and pairs
-    taken_blocks  blocks that all of them take; what they share counts once
+    claimed       full blocks of all of them; what they share counts once
+    own_blocks    the others
     """
 
     worker: str
@@ -128,15 +130,26 @@ class _Ghost(msgspec.Struct, eq=False):
     computing: int = 0
     pending_tokens: int = 0
     pending_pairs: int = 0
-    taken_blocks: int = 0
+    claimed: ComingBlocks = msgspec.field(default_factory=lambda: ComingBlocks(math.inf))
+    own_blocks: int = 0
 
-    def place(self, request_id: str, placed: _Placed) -> None:
-        """A request is sent there."""
-        self.taken_blocks += self._unshared_blocks(placed)
-        self.unfinished[request_id] = placed
+    @property
+    def taken_blocks(self) -> int:
+        """KV blocks that its requests take."""
+        return len(self.claimed) + self.own_blocks
+
+    def place(
+        self, request_id: str, chain: Sequence[bytes], own: int, hit: int, prompt: int
+    ) -> None:
+        """A request of `prompt` tokens, `hit` of them cached, is sent there. Its blocks are those
+        of `chain` and `own` more."""
+        pending, pairs = prompt - hit, prefill_pairs(hit, prompt)
+        claim = self.claimed.claim(0, chain, 0.0)
+        self.unfinished[request_id] = _Placed(claim, own, pending, pairs)
+        self.own_blocks += own
         self.computing += 1
-        self.pending_tokens += placed.pending_tokens
-        self.pending_pairs += placed.pending_pairs
+        self.pending_tokens += pending
+        self.pending_pairs += pairs
 
     def began(self, request_id: str) -> None:
         """Its prefill is done."""
@@ -151,14 +164,9 @@ class _Ghost(msgspec.Struct, eq=False):
         """It is gone."""
         self.began(request_id)
         placed = self.unfinished.pop(request_id)
-        self.taken_blocks -= self._unshared_blocks(placed)
-
-    def _unshared_blocks(self, placed: _Placed) -> int:
-        """Blocks that it takes and none of the unfinished does."""
-        chain, shared = placed.chain, 0
-        for other in self.unfinished.values():
-            shared = _common_blocks(chain, other.chain, shared)
-        return len(chain) - shared + placed.own_blocks
+        self.own_blocks -= placed.own_blocks
+        self.claimed.end(placed.claim)
+        self.claimed.expire(0.0)
 
     def check(self) -> None:
         """Raise AssertionError where the sums are not those of the unfinished requests."""
@@ -167,23 +175,12 @@ class _Ghost(msgspec.Struct, eq=False):
             sum(placed.pending_tokens > 0 for placed in there),
             sum(placed.pending_tokens for placed in there),
             sum(placed.pending_pairs for placed in there),
-            len({block for placed in there for block in placed.chain})
+            len({block for placed in there for block in placed.claim.chain})
             + sum(placed.own_blocks for placed in there),
         )
         kept = self.computing, self.pending_tokens, self.pending_pairs, self.taken_blocks
         if kept != sums:
             raise AssertionError(f"{self.worker}: {kept} kept, but its requests make {sums}")
-
-
-def _common_blocks(chain: Sequence[bytes], other: Sequence[bytes], known: int) -> int:
-    """Blocks that two prompts begin with alike, `known` where they are not more.
-
-    A block's hash is of all tokens up to its end, so equal ones can be searched by halving.
-    """
-    limit = min(len(chain), len(other))
-    if known >= limit or chain[known] != other[known]:
-        return known
-    return bisect_left(range(limit), True, known + 1, key=lambda at: chain[at] != other[at])
 
 
 class Arm:
@@ -221,7 +218,7 @@ class Arm:
         for worker in (each.worker for each in ghosts):
             self._computed.setdefault(worker, 0)
         own_blocks = -(-prompt // candidates.block_size) - len(chain)
-        ghost.place(request_id, _Placed(chain, own_blocks, computed, prefill_pairs(hit, prompt)))
+        ghost.place(request_id, chain, own_blocks, hit, prompt)
         self._at[request_id] = ghost
         capacity = candidates.columns.capacity_blocks.item(choice)
         self._cache(slot, ghost, chain, min(capacity, MAX_BLOCKS // len(slots)))

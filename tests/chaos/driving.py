@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.chaos.load import Ask, Client, replay
 from tests.chaos.parts import GatewayProcess
@@ -89,6 +90,9 @@ class Result:
             )
 
 
+Run = Callable[[Rig, float], Coroutine[Any, Any, Result]]
+
+
 @dataclass(frozen=True)
 class Fault:
     """One way to break a rig. `run` takes the rig and for how many seconds load is sent."""
@@ -97,7 +101,7 @@ class Fault:
     what: str
     needs: Needs
     goal: Goal
-    run: Callable[[Rig, float], Awaitable[Result]]
+    run: Run
     seconds: float = 45.0
 
 
@@ -111,14 +115,10 @@ def fault(
     needs: Needs | None = None,
     goal: Goal | None = None,
     seconds: float = 45.0,
-) -> Callable[
-    [Callable[[Rig, float], Awaitable[Result]]], Callable[[Rig, float], Awaitable[Result]]
-]:
+) -> Callable[[Run], Run]:
     """Register a function as a fault."""
 
-    def register(
-        run: Callable[[Rig, float], Awaitable[Result]],
-    ) -> Callable[[Rig, float], Awaitable[Result]]:
+    def register(run: Run) -> Run:
         FAULTS[name] = Fault(name, what, needs or Needs(), goal or Goal(), run, seconds)
         return run
 

@@ -81,6 +81,7 @@ class Needs:
     batch       sequences that a worker runs at once
     disk        cold tiers, the disk tier on a file system of `DISK_MIB` MiB
     clock       a wall clock that can be stepped
+    health_check_period_s   of Ray Serve
     extra_token the tiny model's tokenizer knows `EXTRA_TOKEN`, its embedding has no row for it
     """
 
@@ -95,6 +96,7 @@ class Needs:
     disk: bool = False
     clock: bool = False
     extra_token: bool = False
+    health_check_period_s: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -229,6 +231,7 @@ class Rig:
             "STEMROUTE_WORKER_CACHE_DIR": str(self.folder / "cache"),
             "STEMROUTE_WORKER_MODEL": str(self._model()),
             "STEMROUTE_SERVE_CPUS_PER_WORKER": "1",
+            "STEMROUTE_SERVE_HEALTH_CHECK_PERIOD_S": str(needs.health_check_period_s),
         }
         if self.engine == "tiny":
             env["STEMROUTE_WORKER_DTYPE"] = "float32"

@@ -14,8 +14,8 @@ from tests.chaos.run import main
 
 pytestmark = pytest.mark.timeout(180)
 
-SECONDS = 4.0
-DISTINCT = 12
+SECONDS = 3.0
+DISTINCT = 6
 HELD = ("redis-emptied", "redis-restarted", "redis-paused", "redis-password")
 
 

@@ -14,7 +14,8 @@ if _path:
     _time, _time_ns = time.time, time.time_ns
 
     def _offset_s() -> float:
-        return struct.unpack("<d", os.pread(_descriptor, 8, 0))[0]
+        offset_s: float = struct.unpack("<d", os.pread(_descriptor, 8, 0))[0]
+        return offset_s
 
     time.time = lambda: _time() + _offset_s()
     time.time_ns = lambda: _time_ns() + int(_offset_s() * 1e9)

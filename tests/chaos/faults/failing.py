@@ -18,6 +18,8 @@ TRIES = 12
 
 async def failing(rig: Rig, seconds: float, count: int) -> Result:
     """`count` of the workers fail every request for a while."""
+    workers, tried = rig.plain.processes, 0
+    broken = set(list(workers)[:count])
 
     def routed() -> int:
         members = rig.view("/admin/fleet").get("workers", [])
@@ -33,8 +35,6 @@ async def failing(rig: Rig, seconds: float, count: int) -> Result:
         for name in broken:
             os.kill(workers[name].pid, signal.SIGUSR2)
 
-    workers, tried = rig.plain.processes, 0
-    broken = set(list(workers)[:count])
     result = await drive(rig, seconds, strike)
     result.notes.append(f"one gateway tried the failing workers {tried} times")
     result.expect(

@@ -77,6 +77,7 @@ async def node_killed(rig: Rig, seconds: float) -> Result:
 )
 async def up_valkey_killed(rig: Rig, seconds: float) -> Result:
     """It is started again, and the index follows it."""
+    back_s: float | None = None
 
     def follows(before: int) -> bool:
         bus = rig.view("/admin/fleet").get("bus", {})
@@ -91,7 +92,6 @@ async def up_valkey_killed(rig: Rig, seconds: float) -> Result:
         back_at = await rig.until(lambda: follows(reports), max(VALKEY_BACK_S, seconds / 2))
         back_s = None if back_at is None else back_at - killed_at
 
-    back_s: float | None = None
     result = await drive(rig, seconds, strike)
     if back_s is None:
         result.misses.append("no Valkey was followed again")

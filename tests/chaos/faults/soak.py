@@ -19,8 +19,16 @@ REST = (3.0, 10.0)
 STOP_AT = 0.9
 """Of the load's duration: the last events are over when it ends."""
 VANISHING = 40
-EVENTS = ("replica killed", "engine killed", "replica paused", "Redis restarted", "Redis emptied")
-EVENTS += ("caches flushed", "policy changed", "clients vanished")
+EVENTS = (
+    "replica killed",
+    "engine killed",
+    "replica paused",
+    "Redis restarted",
+    "Redis emptied",
+    "caches flushed",
+    "policy changed",
+    "clients vanished",
+)
 PAUSE_S = 6.0
 SOAK_S = 1800.0
 
