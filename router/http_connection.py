@@ -198,13 +198,13 @@ class ClientConnection(asyncio.Protocol):
                 data = data[upgrade.args[0] :]
             except httptools.HttpParserError as error:
                 if isinstance(error, httptools.HttpParserCallbackError):
-                    log.warning("a request cannot be taken: %r", error.__context__)
+                    log.warning("failed to handle a request: %r", error.__context__)
                 if not self._throws_away:
-                    self._give_up(str(error) or "it is no HTTP/1.1", 400)
+                    self._give_up(str(error) or "it is not HTTP/1.1", 400)
                 return
             self._framing_bytes -= max(0, self._body_bytes - body_bytes)
             if self._framing_bytes > MAX_HEAD_BYTES + FRAMING_PER_BYTE * self._body_bytes:
-                self._give_up(f"its head is over {MAX_HEAD_BYTES} bytes", 431)
+                self._give_up(f"its headers or chunk framing exceed {MAX_HEAD_BYTES} bytes", 431)
 
     # Called by the parser
 
@@ -232,7 +232,7 @@ class ClientConnection(asyncio.Protocol):
         try:
             path = _path(self._url)
         except httptools.HttpParserInvalidURLError:
-            self._give_up("its target is no URL", 400)
+            self._give_up("its target is not a valid URL", 400)
             return
         request = self._coming = Request(
             self,
@@ -243,10 +243,10 @@ class ClientConnection(asyncio.Protocol):
             parser.should_keep_alive(),
         )
         if request.version not in ("1.0", "1.1"):
-            self._give_up(f"it is HTTP/{request.version}", 505)
+            self._give_up(f"it is HTTP/{request.version}, not HTTP/1.1", 505)
             return
         if request.version == "1.0" and "transfer-encoding" in self.headers:
-            self._give_up("HTTP/1.0 knows no chunks", 400)  # a proxy may see no body here
+            self._give_up("HTTP/1.0 has no chunked bodies", 400)  # a proxy may see no body here
             return
         length = int(self.headers.get("content-length", 0))  # the parser lets blanks follow it
         self._service.admit(request)
@@ -321,7 +321,7 @@ class ClientConnection(asyncio.Protocol):
         except ClientGone:
             return
         except Exception:
-            log.exception("an answer cannot be sent")
+            log.exception("failed to send a response")
             self.transport.abort()
             return
         finally:

@@ -151,8 +151,8 @@ class HttpServer:
             if stalled_s >= self._write_timeout_s:
                 self.counts.stalled += 1
                 log.info(
-                    "disconnected a client at %s: for %.0f s it has received nothing of the %d "
-                    "bytes that wait for it",
+                    "disconnected the client %s: for %.0f s it received none of the %d bytes "
+                    "of its response that are pending",
                     connection.remote,
                     stalled_s,
                     connection.unsent_bytes,

@@ -40,7 +40,9 @@ class HealthProbe:
                 continue
             except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
                 return _no_answer(f"it cannot be reached: {str(error) or repr(error)}")
-        return _no_answer(f"it did not answer {ATTEMPTS} times within {ANSWER_TIMEOUT_S:g} s")
+        return _no_answer(
+            f"it did not answer {ATTEMPTS} requests within {ANSWER_TIMEOUT_S:g} s each"
+        )
 
     async def _ask(self, card: WorkerCard) -> Health:
         url = f"{card.address}/health"
@@ -48,7 +50,7 @@ class HealthProbe:
         async with self._session().get(url, timeout=timeout) as answer:
             health = msgspec.json.decode(await answer.read(), type=_HealthAnswer)
         if health.worker != card.worker:
-            return _no_answer(f"{health.worker} answers at its address")
+            return _no_answer(f"another worker, {health.worker}, answers at its address")
         return Health(answers=True, ready=health.ready, reason="")
 
 

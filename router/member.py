@@ -143,6 +143,6 @@ def difference(card: WorkerCard, reference: WorkerCard) -> str:
         if getattr(card.namespace, name) != getattr(reference.namespace, name)
     ] or ["another pool secret"]
     return (
-        f"its blocks cannot be shared with those of {reference.worker}, which was ready first: "
+        f"its blocks are not compatible with those of {reference.worker}, which was ready first: "
         f"{', '.join(parts)}"
     )

@@ -176,7 +176,7 @@ def parse_completion(body: bytes, max_messages: int = DEFAULT_MAX_MESSAGES) -> A
     token_ids = [token for token in prompt if isinstance(token, int)]
     if not token_ids or len(token_ids) != len(prompt):
         raise RequestError(
-            f"`prompt` holds {len(prompt)} prompts: send one prompt a request, as a string or as "
+            f"`prompt` holds {len(prompt)} prompts: send one prompt per request, as a string or as "
             "a list of token ids",
             param="prompt",
         )
@@ -245,7 +245,7 @@ def _common(body: CommonBody, kind: Kind, max_tokens: int | None) -> ApiRequest:
         raise RequestError("`stop` holds an empty string: leave it out", param="stop")
     if body.n is not None and body.n != 1:
         raise RequestError(
-            f"`n` is {body.n}: only 1 answer a request can be served; send it several times",
+            f"`n` is {body.n}: only 1 choice per request is supported; send more requests",
             param="n",
         )
     if body.max_tokens is not None:

@@ -169,8 +169,8 @@ class PrefixIndex:
         if not dropped:
             return ""
         return (
-            f"{dropped} cached blocks are left out because {self.max_pairs} are indexed already: "
-            "long prefixes are taken for shorter than they are; raise gateway.index_max_pairs"
+            f"the prefix index is full and leaves out {dropped} cached blocks, so hits of long "
+            f"prefixes are underestimated: raise gateway.index_max_pairs ({self.max_pairs})"
         )
 
     def depths(

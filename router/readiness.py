@@ -53,10 +53,12 @@ def disagreeing(fleet: Fleet, status: BusStatus) -> dict[str, str]:
 def _disagreement(fleet: Fleet, member: Member, reads: int) -> str:
     cached = member.load.cached_blocks
     known = fleet.index.count(member.slot) + fleet.index.dropped(member.slot)
-    what = f"it says that it caches {cached} blocks, but has published {known}"
+    what = f"it reports {cached} cached blocks, but has published {known}"
     if cached == known:
-        what = "it says that its cold tiers hold other numbers of blocks than it has published"
-    return f"{what}; its whole set was read {reads} times: hits expected there are not those it has"
+        what = "its reports state other numbers of blocks in cold tiers than it has published"
+    return (
+        f"{what}, although its whole set was read {reads} times: predicted hits there may be wrong"
+    )
 
 
 def index_view(fleet: Fleet, status: BusStatus) -> IndexView:
@@ -110,7 +112,7 @@ def _degraded(members: list[Member], usable: int, index: IndexView, status: BusS
         ages = [f"{w} {status.report_ages_s.get(w, 0.0):.1f} s ago" for w in kept[:NAMED]]
         more = [f"and {len(kept) - NAMED} more"] if len(kept) > NAMED else []
         told.append(
-            "workers answer, but their reports do not arrive; last reports: "
+            "workers answer directly, but their reports do not arrive; last reports: "
             + ", ".join(ages + more)
         )
     if status.warning:

@@ -378,5 +378,5 @@ def _unique(names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise PolicyError(f"the shadow policy {name!r} is named twice")
+            raise PolicyError(f"the shadow policy {name!r} is given twice")
         seen.add(name)

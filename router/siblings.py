@@ -64,7 +64,7 @@ class Siblings:
                 return SiblingAnswer(number, answer.status, await answer.read())
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise RequestError(
-                f"process {number} of this gateway does not answer: {error or 'it takes too long'}",
+                f"process {number} of this gateway does not answer: {error or 'timeout'}",
                 status=503,
                 type="server_error",
                 code="process_unreachable",

@@ -69,7 +69,7 @@ class Encoder:
         if info.add_bos:
             bos = self.text_encoder.token_id(info.special_tokens.get("bos_token", ""))
             if bos is None:
-                raise ValueError("the model wants a bos token but its tokenizer has none")
+                raise ValueError("the model requires a bos token but its tokenizer has none")
             self.bos = pack_tokens([bos])
         self._template = _template(info.chat_template, info)
         self._tool_template = _template(info.tool_chat_template, info) or self._template
@@ -234,12 +234,12 @@ class Tokenization:
             try:
                 info = await self._fetch(card)
                 if info.namespace != card.namespace:
-                    raise ValueError("it serves another model than its card says")
+                    raise ValueError("its tokenizer or model does not match its card")
                 return await asyncio.to_thread(Encoder, info)
             except Exception as error:  # tokenizers raises plain Exception
                 reasons.append(f"{card.worker}: {error or type(error).__name__}")
         raise RequestError(
-            "the tokenizer of the model cannot be had from any worker: " + "; ".join(reasons),
+            "no worker returned the tokenizer of the model: " + "; ".join(reasons),
             status=503,
             type=SERVICE_UNAVAILABLE,
             code="no_tokenizer",
@@ -257,7 +257,7 @@ def context_too_short(
     tokens = f"{prompt.tokens}" if prompt.exact else f"at least {prompt.tokens}"
     return RequestError(
         f"the context of `{request.model}` is {context_tokens} tokens, but the prompt has "
-        f"{tokens} and the answer needs at least 1: shorten the prompt",
+        f"{tokens} and the output needs at least 1: shorten the prompt",
         param="prompt" if request.messages is None else "messages",
         code="context_length_exceeded",
     )

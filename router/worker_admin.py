@@ -90,13 +90,15 @@ class WorkerAdmin:
         ]
         if not members:
             raise RequestError(
-                f"no worker {change.worker or 'at all'} is ready",
+                f"the worker {change.worker} is not ready"
+                if change.worker
+                else "no worker is ready",
                 status=503,
                 type=SERVICE_UNAVAILABLE,
                 code="no_worker",
             )
         if self._changing.locked():
-            raise RequestError("weights are being changed already", status=409)
+            raise RequestError("another change of weights is running", status=409)
         changed: list[ChangedWorker] = []
         async with self._changing:
             for member in members:
@@ -113,7 +115,7 @@ class WorkerAdmin:
                     return f"status {answer.status}"
                 return msgspec.json.decode(body, type=CacheView)
         except TimeoutError:
-            return f"no answer within {STATS_TIMEOUT_S:g} s"
+            return f"no response within {STATS_TIMEOUT_S:g} s"
         except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
             return str(error) or repr(error)
 
@@ -134,7 +136,7 @@ class WorkerAdmin:
         except (TimeoutError, aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
             reason, status = str(error) or repr(error), 502
         raise RequestError(
-            f"the worker {worker} keeps its weights: {reason} (changed before it: {done})",
+            f"the worker {worker} did not change its weights: {reason}; changed before it: {done}",
             status=status,
             type="invalid_request_error" if status < 500 else "server_error",
             param="model",

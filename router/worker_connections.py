@@ -129,7 +129,7 @@ class WorkerConnections:
                     url.port or 80,
                 )
         except (OSError, TimeoutError, ValueError) as error:
-            raise WorkerUnreachable(f"{address}: {error or 'no answer in time'}") from error
+            raise WorkerUnreachable(f"{address}: {error or 'no response in time'}") from error
         return connection
 
     def _made(self, connection: _Connection) -> None:
@@ -276,7 +276,7 @@ class _Connection(asyncio.Protocol):
         elif not self._complete:
             self._framing_bytes += len(data)
             if self._framing_bytes > MAX_FRAMING_BYTES:
-                self._refuse("its head, or the framing of its body, is too long")
+                self._refuse("its headers or the framing of its body are too long")
                 return
             if self.status == had_status:
                 return  # nothing to read yet
@@ -295,7 +295,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self._complete:
-            raise _Malformed("bytes follow the end of the answer")
+            raise _Malformed("extra bytes after the end of the response")
         self.headers = {}
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -312,7 +312,7 @@ class _Connection(asyncio.Protocol):
             raise _Malformed(f"status {status} of HTTP/{version}")
         coding = headers.get("transfer-encoding")
         if coding is not None and coding.lower() != "chunked":
-            raise _Malformed(f"the transfer coding {coding!r} was not asked for")
+            raise _Malformed(f"the transfer coding {coding!r} was not requested")
         sized = coding is not None or "content-length" in headers or status in (204, 304)
         self._until_closed = not sized
         self._keeps_alive = parser.should_keep_alive()
@@ -333,7 +333,7 @@ class _Connection(asyncio.Protocol):
             self._fail(TimeoutError())
 
     def _refuse(self, reason: str) -> None:
-        self._fail(WorkerLost(f"what came is not a valid HTTP answer: {reason}"))
+        self._fail(WorkerLost(f"not a valid HTTP response: {reason}"))
         self.transport.abort()
 
     def _fail(self, failure: WorkerLost | TimeoutError) -> None:

@@ -101,9 +101,9 @@ class Candidates(msgspec.Struct, frozen=True, eq=False):
 LeftOut = Literal["busy", "undrawn", "guard"]
 
 LEFT_OUT: dict[LeftOut, str] = {
-    "busy": "it is busy: its batch is beyond the mean plus `sigmas` standard deviations",
-    "undrawn": "it is not among the two that chance drew",
-    "guard": "it holds a prefix that draws more requests than its holders' share",
+    "busy": "it is busy: its batch exceeds the mean plus `sigmas` standard deviations",
+    "undrawn": "it is not one of the two workers drawn at random",
+    "guard": "it holds a prefix that gets more requests than its holders' share",
 }
 
 
