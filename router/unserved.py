@@ -1,8 +1,8 @@
-"""Fields of OpenAI's, vLLM's and SGLang's servers that are not served here.
+"""Fields of OpenAI's, vLLM's and SGLang's servers that are not supported here.
 
-`UNSERVED` lists those that would change an answer: which of their values change nothing, and what
-a client is told about the others. `NO_EFFECT` lists those that never change an answer. Every other
-field is unknown, and is named in the response.
+`UNSERVED` lists those that would change a response: which of their values change nothing, and the
+advice to a client that sends another value. `NO_EFFECT` lists those that never change a response.
+Every other field is unknown, and is named in the response.
 
 Sources: OpenAI's API reference (chat completions, completions), vLLM's `ChatCompletionRequest` and
 `CompletionRequest`, SGLang's protocol of the same names.
@@ -20,7 +20,7 @@ from cluster.protocol import RequestError
 
 
 class Unserved(NamedTuple):
-    """`harmless` says of a value that it changes nothing; `advice` follows a refusal."""
+    """`harmless` tells whether a value changes nothing; `advice` is part of the refusal."""
 
     harmless: Callable[[Any], bool]
     advice: str
@@ -122,7 +122,7 @@ UNSERVED: dict[str, Unserved] = {
     "vllm_xargs": Unserved(_EMPTY, _LEAVE_OUT),
     "repetition_detection": Unserved(_NEVER, _LEAVE_OUT),
 }
-"""Fields that would change an answer."""
+"""Fields that would change a response."""
 
 NO_EFFECT = frozenset(
     {
@@ -132,7 +132,7 @@ NO_EFFECT = frozenset(
         *("enable_response_messages", "return_prompt_token_ids", "cache_report"),
     }
 )
-"""Fields that change no answer: labels, hints, and choices between equal results."""
+"""Fields that change no response: labels, hints, and choices between equal results."""
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_NAMES = 16
@@ -141,10 +141,10 @@ MAX_NAMES = 16
 def refuse_unserved(
     fields: Mapping[str, msgspec.Raw], served: type[msgspec.Struct]
 ) -> tuple[str, ...]:
-    """Names of the unknown ones among a body's fields, at most `MAX_NAMES`.
+    """Names of a body's unknown fields, at most `MAX_NAMES`.
 
-    Names that are not plain words are left out, because the result goes into a response header.
-    Raises RequestError (400) for a field that would change the answer.
+    Names that are not plain words are omitted, because the result goes into a response header.
+    Raises RequestError (400) for a field that would change the response.
     """
     known = served.__struct_fields__
     others = [name for name in fields if name not in known and name not in NO_EFFECT]
