@@ -183,7 +183,7 @@ async def test_a_worker_that_does_not_publish_what_it_caches_is_named(fakes):
         await heard.until(lambda: gateway._follower.status.disagreeing)
         links = by_name(await look(settings, gateway.url))
         assert links["index"].state == "broken"
-        assert "w1: it says that it caches 50 blocks, but has published 0" in links["index"].found
+        assert "w1: it reports 50 cached blocks, but has published 0" in links["index"].found
         assert links["index"].fix.startswith("restart w1 ")
         assert not healthy(links.values())
 

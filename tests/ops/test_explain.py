@@ -44,7 +44,7 @@ async def test_the_table_says_why_the_policy_left_a_worker_out():
         rig.fleet.on_report(report("w2", load=Load(running=5, free_blocks=9)))
         result = await run("--prompt", TEXT, "--url", rig.gateway.url)
         (line,) = [line for line in result.output.splitlines() if " w2 " in line]
-        assert "-  it is busy: its batch is beyond the mean" in line
+        assert "-  it is busy: its batch exceeds the mean" in line
 
 
 async def test_a_chat_a_file_and_json(tmp_path):

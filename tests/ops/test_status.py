@@ -65,5 +65,5 @@ async def test_a_worker_that_disagrees_is_shown_and_the_command_fails():
         command = ["status", "--url", rig.gateway.url]
         status = await asyncio.to_thread(CliRunner().invoke, app, command)
         words = " ".join(status.output.split())
-        assert "w0: it says that it caches 50 blocks, but has published 0" in words
+        assert "w0: it reports 50 cached blocks, but has published 0" in words
         assert status.exit_code == 2
