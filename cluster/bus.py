@@ -7,12 +7,14 @@ Keys of a pool share a hash tag, so that one script covers them also on Redis Cl
     stem:{<pool>}:blocks:<id>:<epoch>   set     hashes cached now on the device
       …:cpu, …:disk                     sets    the same of a worker's cold tiers, if it has any
     stem:{<pool>}:events                stream  one Report (msgpack) an entry, field "r"
+    stem:{<pool>}:weights               hash    see `cluster.pool_record`
+    stem:{<pool>}:writable              string  written by routers to see whether Redis takes writes
 
 `PUBLISH` changes the set, the card's sequence and the stream in one atomic step. It first
 checks what Redis holds against what the worker believes that it holds: another sequence (a
 write was lost, Redis restarted empty, the lease ran out) or another number of blocks makes it
 answer `lost`, and the worker publishes its whole set again. A card of a later epoch makes it
-answer `superseded`: somebody else lives under this name, and this publisher stops.
+answer `superseded`: another process uses this name, and this publisher stops.
 """
 
 from __future__ import annotations
@@ -23,15 +25,13 @@ from collections.abc import Iterable
 from itertools import islice
 
 import msgspec
-import redis.asyncio as aioredis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from cluster.announced import AnnouncedSet
 from cluster.blocks import split_hashes
 from cluster.bus_scripts import LEAVE, PUBLISH
 from cluster.protocol import ColdReport, Load, Report, WorkerCard, WorkerState
+from cluster.redis_client import connect, trouble
 from cluster.settings import BusSettings
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class BusKeys:
         self.prefix = f"stem:{{{pool}}}:"
         self.workers = self.prefix + "workers"
         self.events = self.prefix + "events"
+        self.writable = self.prefix + "writable"
 
     def card(self, worker: str) -> str:
         """Key of a worker's card."""
@@ -71,17 +72,6 @@ def epoch_text(epoch: int) -> str:
     return f"{epoch:020d}"
 
 
-def connect(url: str, *, timeout_s: float) -> aioredis.Redis:
-    """A client that reports trouble at once instead of hiding it behind retries."""
-    return aioredis.Redis.from_url(
-        url,
-        socket_timeout=timeout_s,
-        socket_connect_timeout=timeout_s,
-        socket_keepalive=True,
-        retry=Retry(NoBackoff(), 0),
-    )
-
-
 def heed_cancellation() -> None:
     """Raise CancelledError where the running task was asked to stop.
 
@@ -94,13 +84,18 @@ def heed_cancellation() -> None:
 
 
 class PublisherStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """connected, the reason in words where not, and counts since the start."""
+    """connected, the reason in words where not, and counts since the start.
+
+    losses   times that Redis had lost keys of this worker although it could be reached: evicted,
+             expired or deleted
+    """
 
     connected: bool
     superseded: bool
     reason: str
     reports: int
     whole_sets: int
+    losses: int
 
 
 class Publisher:
@@ -114,7 +109,7 @@ class Publisher:
         self.redis_url = redis_url
         self.keys = BusKeys(pool)
         self.settings = settings
-        self._redis = connect(redis_url, timeout_s=settings.lease_s)
+        self._redis = connect(redis_url, timeout_s=settings.lease_s, key=self.keys.workers)
         self._card: WorkerCard | None = None
         self._blocks = AnnouncedSet()
         self._tiers = {tier: AnnouncedSet() for tier in TIERS}
@@ -130,6 +125,7 @@ class Publisher:
         self._reason = "nothing published yet"
         self._reports = 0
         self._whole_sets = 0
+        self._losses = 0
         self._published = asyncio.Event()
 
     @property
@@ -141,6 +137,7 @@ class Publisher:
             reason=self._reason,
             reports=self._reports,
             whole_sets=self._whole_sets,
+            losses=self._losses,
         )
 
     @property
@@ -197,7 +194,7 @@ class Publisher:
         self._wake.set()
 
     async def run(self) -> None:
-        """Publish until cancelled or superseded. Trouble with Redis is waited out."""
+        """Publish until cancelled or superseded. Retries while Redis is unavailable."""
         retry_s = 0.1
         while not self._superseded:
             heed_cancellation()
@@ -213,10 +210,10 @@ class Publisher:
                 retry_s = 0.1
                 await asyncio.sleep(self.settings.min_report_gap_s)
             except (RedisError, OSError, TimeoutError) as error:
-                if self._connected or self._reports == 0:
-                    log.warning("cannot publish to Redis: %s", error)
-                self._connected = False
-                self._reason = f"Redis cannot be reached: {error}"
+                reason = trouble(error)
+                if self._connected or reason != self._reason:
+                    log.warning("reports are not published: %s", reason)
+                self._connected, self._reason = False, reason
                 self._whole = True  # whether the last report arrived is unknown
                 self._wake.set()
                 await asyncio.sleep(retry_s)
@@ -235,7 +232,7 @@ class Publisher:
             await self._published.wait()
 
     async def leave(self) -> None:
-        """Take card and blocks away and tell routers. Errors of Redis are logged only."""
+        """Remove card and blocks and notify routers. Errors of Redis are only logged."""
         if self._card is None or self._superseded:
             return
         card, keys = self._card, self.keys
@@ -261,7 +258,7 @@ class Publisher:
                 msgspec.msgpack.encode(report),
             )
         except (RedisError, OSError, TimeoutError) as error:
-            log.warning("cannot sign off at Redis, the lease will end by itself: %s", error)
+            log.warning("cannot deregister; the lease will expire: %s", trouble(error))
 
     async def close(self) -> None:
         """Close the connection."""
@@ -313,6 +310,9 @@ class Publisher:
             self._reason = f"another worker with a later epoch goes by the name {card.worker}"
             log.error("%s; this one stops publishing", self._reason)
         elif answer == b"lost":
+            if not whole and self._connected:
+                self._losses += 1
+                log.warning("Redis lost keys of this worker: publishing its whole set again")
             self._received = received + self._received
             self._whole = self._card_changed = True
             self._wake.set()

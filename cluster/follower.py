@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
-from cluster.bus import TIERS, BusKeys, connect, heed_cancellation
+from cluster.bus import TIERS, BusKeys, heed_cancellation
 from cluster.bus_status import BusStatus
 from cluster.following import FleetSink, Following, Held, Need
+from cluster.liveness import Liveness, Probe
+from cluster.redis_client import connect, trouble
+from cluster.redis_memory import MemoryWatch
 from cluster.settings import BusSettings
 
 log = logging.getLogger(__name__)
@@ -18,12 +22,22 @@ log = logging.getLogger(__name__)
 BATCH_REPORTS = 2000
 """Reports taken from the stream in one read."""
 
+LATE_S = 1.0
+LATE_HEARTBEATS = 3
+"""A worker without a report for this long is late; the greater value counts."""
+
+MEMORY_CHECK_S = 5.0
+"""How often Redis is asked for its memory."""
+
 NO_ENTRY = b"0-0"
 """Before the first entry of a stream."""
 
 
 class Follower:
-    """Keeps a sink's picture of a pool's workers equal to what the workers publish."""
+    """Keeps a sink's picture of a pool's workers equal to what the workers publish.
+
+    probe   asks workers whose lease has lapsed; without it they are gone
+    """
 
     def __init__(
         self,
@@ -32,6 +46,7 @@ class Follower:
         sink: FleetSink,
         settings: BusSettings,
         namespace_secret: bytes = b"",
+        probe: Probe | None = None,
     ) -> None:
         self.redis_url = redis_url
         self.keys = BusKeys(pool)
@@ -43,24 +58,40 @@ class Follower:
             heartbeat_s=settings.heartbeat_s,
         )
         timeout_s = max(1.0, settings.lease_s)
-        self._stream = connect(redis_url, timeout_s=timeout_s)
-        self._reader = connect(redis_url, timeout_s=timeout_s)
+        self._stream = connect(redis_url, timeout_s=timeout_s, key=self.keys.events)
+        self._reader = connect(redis_url, timeout_s=timeout_s, key=self.keys.workers)
         self._last_id = NO_ENTRY
         self._connected = False
         self._lost_at: float | None = time.monotonic()
         self._trouble = "Redis has not been read yet"
+        self._liveness = Liveness(self.following, probe)
+        self._late_s = min(
+            0.8 * settings.lease_s, max(LATE_S, LATE_HEARTBEATS * settings.heartbeat_s)
+        )
+        self._problem = ""  # why workers do not report, while that is so
+        self._late: list[float] = []  # seconds without a report, of workers that do not report
+        self._problem_at = self._examined_at = self._written_at = time.monotonic()
+        self._memory = MemoryWatch()
+        self._memory_checked_at = 0.0
 
     @property
     def status(self) -> BusStatus:
         """How following goes."""
-        reason = ""
+        now, reason = time.monotonic(), ""
         if not self._connected:
-            away_s = 0.0 if self._lost_at is None else time.monotonic() - self._lost_at
+            away_s = 0.0 if self._lost_at is None else now - self._lost_at
             reason = f"{self._trouble}; the index is as it was {away_s:.1f} s ago"
+        elif self._problem:
+            longest_s = max(self._late) + now - self._problem_at
+            since = time.strftime("%H:%M:%S UTC", time.gmtime(time.time() - longest_s))
+            reason = (
+                f"{self._problem}; {len(self._late)} of {self.following.known} workers do not "
+                f"report, the first since {since} ({longest_s:.1f} s ago)"
+            )
         following = self.following
         return BusStatus(
             connected=self._connected,
-            stale=not self._connected,
+            stale=bool(reason),
             reason=reason,
             reports=following.reports,
             gaps=following.gaps,
@@ -69,7 +100,9 @@ class Follower:
             repairs=following.repairs,
             unreadable=following.unreadable,
             refused=following.refused,
-            report_ages_s=following.report_ages_s(time.monotonic()),
+            report_ages_s=following.report_ages_s(now),
+            kept=following.kept,
+            warning=self._memory.warning,
         )
 
     async def run(self) -> None:
@@ -83,14 +116,17 @@ class Follower:
                     while True:
                         await self._read_once()
                 except (RedisError, OSError, TimeoutError) as error:
+                    reason = trouble(error)
+                    if self._connected or reason != self._trouble:
+                        log.warning("the index is not kept up to date: %s", reason)
                     if self._connected or self._lost_at is None:
-                        log.warning("the index is not kept up to date: %s", error)
                         self._lost_at = time.monotonic()
-                    self._connected = False
-                    self._trouble = f"Redis cannot be reached ({error})"
+                    self._connected, self._trouble = False, reason
+                    await self._look_anew()
                     await asyncio.sleep(retry_s)
                     retry_s = min(2 * retry_s, 1.0)
         finally:
+            await self._liveness.close()
             await self._stream.aclose()
             await self._reader.aclose()
 
@@ -102,6 +138,7 @@ class Follower:
             worker = _text(raw)
             await self._settle(Need(worker, None, repair=self.following.knows(worker)))
         self._connected, self._lost_at = True, None
+        self._problem, self._examined_at = "", time.monotonic()
 
     async def _read_once(self) -> None:
         heed_cancellation()
@@ -118,7 +155,9 @@ class Follower:
                 if need is not None:
                     await self._settle(need)
                 self._last_id = entry_id
+        await self._look_at_reports()
         await self._look_after_silent()
+        await self._check_memory()
 
     async def _settle(self, need: Need) -> None:
         self.following.settle(need, await self._read_worker(need.worker), time.monotonic())
@@ -140,16 +179,73 @@ class Follower:
                     int(epoch_raw), int(fields[b"sequence"]), fields[b"card"], *map(list, sets)
                 )
 
+    async def _look_at_reports(self) -> None:
+        """Where workers do not report, find out whether Redis takes writes."""
+        now = time.monotonic()
+        if now - self._examined_at < self.settings.heartbeat_s:
+            return
+        self._examined_at = now
+        ages = self.following.report_ages_s(now).values()
+        late = [age for age in ages if age >= self._late_s]
+        if late and now - self._written_at < self._late_s:
+            return
+        problem = await self._why_late(everybody=len(late) == len(ages)) if late else ""
+        if problem != self._problem:
+            log.warning("%s", problem or f"workers report again after: {self._problem}")
+            if not problem:  # those that come back need a moment
+                self.following.renew_leases(now)
+        self._problem, self._late, self._problem_at = problem, late, now
+        if problem:
+            await self._look_anew()
+
+    async def _why_late(self, *, everybody: bool) -> str:
+        """ "" where Redis takes writes and some workers report: the others have a problem."""
+        self._written_at = time.monotonic()
+        reason = "Redis takes writes, but no worker reports" if everybody else ""
+        try:
+            await self._reader.set(self.keys.writable, b"1", px=int(1000 * self.settings.lease_s))
+        except NoPermissionError:
+            return "no worker reports" if everybody else ""
+        except ResponseError as error:
+            return trouble(error)
+        return reason
+
+    async def _look_anew(self) -> None:
+        """End the connections, so that the next ones lead to the primary of now.
+
+        Where another server took over under the same name, an old connection hears nothing.
+        """
+        for client in (self._stream, self._reader):
+            with contextlib.suppress(RedisError, OSError, TimeoutError):
+                await client.connection_pool.disconnect()
+
+    async def _check_memory(self) -> None:
+        now = time.monotonic()
+        if now - self._memory_checked_at < MEMORY_CHECK_S:
+            return
+        self._memory_checked_at = now
+        with contextlib.suppress(NoPermissionError):
+            self._memory.look(await self._reader.info("memory", "stats"), now)
+
     async def _look_after_silent(self) -> None:
         """Redis keeps the leases; silence asks for them."""
+        lapsed = []
         for worker in self.following.silent(time.monotonic()):
-            has_lease = bool(await self._reader.exists(self.keys.card(worker)))
-            if not has_lease:
-                await self._reader.srem(self.keys.workers, worker)
-            self.following.answer_silence(worker, has_lease=has_lease, now=time.monotonic())
+            if self._liveness.asking(worker):
+                continue
+            if await self._reader.exists(self.keys.card(worker)):
+                self.following.answer_silence(worker, has_lease=True, now=time.monotonic())
+            else:
+                lapsed.append(worker)
+        for worker in self._liveness.decide(lapsed, bus_fails=bool(self._problem)):
+            await self._forget_name(worker)
         for worker in self.following.refused:
             if not await self._reader.exists(self.keys.card(worker)):
                 self.following.forgive(worker)
+
+    async def _forget_name(self, worker: str) -> None:
+        with contextlib.suppress(ResponseError):  # a Redis that takes no writes keeps the name
+            await self._reader.srem(self.keys.workers, worker)
 
     async def _find_place(self) -> None:
         """Nothing came: where the stream began anew at lower ids, read it from its beginning.

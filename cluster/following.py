@@ -1,4 +1,4 @@
-"""What a router makes of the workers' reports: apply, mend or refuse. No I/O, no clock.
+"""Applies the workers' reports, asks for repairs, or refuses workers. No I/O, no clock.
 
 `Following` is fed with the stream's entries in the order in which they are read. Where an entry
 is not enough it answers with a `Need`: the caller reads that worker's card and whole set and
@@ -13,14 +13,15 @@ what the workers published last:
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from cluster.agreement import Agreement
-from cluster.protocol import PROTOCOL_VERSION, ColdReport, Report, WorkerCard
+from cluster.card_check import Envelope, card_problem, version_problem, wrong_version
+from cluster.protocol import PROTOCOL_VERSION, ColdReport, Load, Report, WorkerCard, WorkerState
 
 log = logging.getLogger(__name__)
 
@@ -122,9 +123,12 @@ class _Known:
     heard_at      its lease counts from here
     reported_at   when its last report in line came
     newest        the last report in line that the sink got
+    kept          its lease has lapsed, but it answers
     """
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, card: WorkerCard, now: float) -> None:
+        self.card = card
+        self.kept = False
         self.tracker = Tracker()
         self.agreement = Agreement()
         self.heard_at = self.reported_at = now
@@ -136,20 +140,12 @@ class _Refused(NamedTuple):
     reason: str
 
 
-class _Envelope(msgspec.Struct):
-    """What can be told of a message whose other fields this router does not understand."""
-
-    worker: str
-    version: int
-    epoch: int = 0
-
-
 class Following:
     """Feeds a sink with what a pool's workers report.
 
     Attributes count since the start: `reports` applied, `gaps` found (holes in a sequence),
     `disagreements` (reports of another number of blocks than is known), `repairs` (whole sets
-    read to mend either), `unreadable` messages.
+    read to correct either), `unreadable` messages.
     """
 
     def __init__(
@@ -173,6 +169,11 @@ class Following:
         return {worker: refused.reason for worker, refused in self._refused.items()}
 
     @property
+    def kept(self) -> list[str]:
+        """Workers whose lease has lapsed, and which answer when they are asked."""
+        return [worker for worker, known in self._workers.items() if known.kept]
+
+    @property
     def disagreeing(self) -> dict[str, int]:
         """Worker -> whole sets read in a row that did not bring its reports into agreement."""
         return {
@@ -184,6 +185,11 @@ class Following:
     def report_ages_s(self, now: float) -> dict[str, float]:
         """Worker -> seconds since its last report, or since it was found without one."""
         return {name: max(0.0, now - known.reported_at) for name, known in self._workers.items()}
+
+    @property
+    def known(self) -> int:
+        """Workers that the sink has."""
+        return len(self._workers)
 
     def knows(self, worker: str) -> bool:
         """Whether the sink has this worker."""
@@ -202,7 +208,7 @@ class Following:
             return None
         worker = report.worker
         if report.version != PROTOCOL_VERSION:
-            self._refuse(worker, report.epoch, _wrong_version(report.version))
+            self._refuse(worker, report.epoch, wrong_version(report.version))
             return None
         known = self._workers.get(worker)
         if report.state == "gone":
@@ -220,6 +226,7 @@ class Following:
             self._tell_of_old(known, report, now)
             return None
         known.heard_at = known.reported_at = now
+        known.kept = False
         if verdict is Verdict.SNAPSHOT:
             return Need(worker, report, repair=True)
         known.newest = report
@@ -266,6 +273,41 @@ class Following:
         else:
             self._forget(worker, f"no report for {self._lease_s:g} s")
 
+    def card(self, worker: str) -> WorkerCard:
+        """The card of a known worker. Raises KeyError for an unknown one."""
+        return self._workers[worker].card
+
+    def reports_of(self, model: str, *, but: Collection[str]) -> bool:
+        """Whether any worker of a model, those in `but` left out, has a lease."""
+        return any(
+            known.card.model == model and not known.kept and worker not in but
+            for worker, known in self._workers.items()
+        )
+
+    def keep(self, card: WorkerCard, *, ready: bool, now: float) -> None:
+        """A worker without a lease answers: it stays, and takes requests where it is ready."""
+        known = self._workers.get(card.worker)
+        if known is None or known.card.epoch != card.epoch:
+            return
+        known.kept, known.heard_at = True, now
+        newest = known.newest or Report(
+            worker=card.worker,
+            epoch=card.epoch,
+            sequence=known.tracker.sequence,
+            load=Load(free_blocks=card.capacity_blocks),
+        )
+        state: WorkerState = "ready" if ready else "draining"
+        if newest.state != state or known.newest is None:
+            known.newest = msgspec.structs.replace(_without_changes(newest), state=state)
+            self._sink.on_report(known.newest)
+
+    def drop_unanswering(self, card: WorkerCard, reason: str, *, since: float) -> None:
+        """A worker without a lease does not answer: it is gone, unless it has reported `since`."""
+        known = self._workers.get(card.worker)
+        if known is None or known.card.epoch != card.epoch or known.heard_at > since:
+            return
+        self._forget(card.worker, f"no report for {self._lease_s:g} s, and {reason}")
+
     def forgive(self, worker: str) -> None:
         """A refused worker has gone."""
         self._refused.pop(worker, None)
@@ -275,7 +317,7 @@ class Following:
         try:
             card = msgspec.json.decode(held.card, type=WorkerCard)
         except msgspec.DecodeError as error:
-            problem = _version_problem(held.card) or f"its card cannot be read: {error}"
+            problem = version_problem(held.card) or f"its card cannot be read: {error}"
             self._refuse(worker, held.epoch, problem)
             return
         problem = card_problem(card, self._secret)
@@ -283,9 +325,10 @@ class Following:
             self._refuse(worker, held.epoch, problem)
             return
         self._refused.pop(worker, None)
-        known = self._workers.setdefault(worker, _Known(now))
+        known = self._workers.setdefault(worker, _Known(card, now))
         if not known.tracker.snapshot(card.epoch, held.sequence):
             return
+        known.card = card
         known.agreement.read()
         self.repairs += need.repair
         self._sink.on_card(card)
@@ -306,15 +349,8 @@ class Following:
             known.newest = newest = report
         elif not report.received:
             return
-        cold = newest.cold
         agrees = self._sink.on_report(
-            msgspec.structs.replace(
-                newest,
-                received=report.received,
-                stored=b"",
-                evicted=b"",
-                cold=cold.without_changes() if isinstance(cold, ColdReport) else cold,
-            )
+            msgspec.structs.replace(_without_changes(newest), received=report.received)
         )
         if newest is report and report.sequence == known.tracker.sequence:
             self._agrees(known, report, agrees, now)
@@ -342,12 +378,12 @@ class Following:
     def _unreadable(self, raw: bytes, reason: str) -> None:
         self.unreadable += 1
         try:
-            envelope = msgspec.msgpack.decode(raw, type=_Envelope)
+            envelope = msgspec.msgpack.decode(raw, type=Envelope)
         except msgspec.DecodeError:
             log.warning("an entry of the stream cannot be read, nor from whom it is: %s", reason)
             return
         if envelope.version != PROTOCOL_VERSION:
-            reason = _wrong_version(envelope.version)
+            reason = wrong_version(envelope.version)
         self._refuse(envelope.worker, envelope.epoch, reason)
 
     def _refuse(self, worker: str, epoch: int, reason: str) -> None:
@@ -368,30 +404,13 @@ class Following:
         self._sink.on_gone(worker, reason)
 
 
-def card_problem(card: WorkerCard, secret: bytes) -> str:
-    """Why a router with this secret cannot use the worker, in words; "" where it can."""
-    if card.version != PROTOCOL_VERSION:
-        return _wrong_version(card.version)
-    if not card.address.startswith("http://"):
-        return (
-            f"its address is {card.address!r}, but routers speak plain HTTP to workers: announce "
-            "it as http://HOST:PORT, and leave encryption to the network between them"
-        )
-    if card.namespace.check(secret) != card.namespace_check:
-        return (
-            "its block hashes differ from this router's: worker and router have different "
-            "secrets (STEMROUTE_SECRET) or hash differently"
-        )
-    return ""
-
-
-def _version_problem(card: bytes) -> str:
-    try:
-        version = msgspec.json.decode(card, type=_Envelope).version
-    except msgspec.DecodeError:
-        return ""
-    return _wrong_version(version) if version != PROTOCOL_VERSION else ""
-
-
-def _wrong_version(version: int) -> str:
-    return f"it speaks protocol version {version}, this router {PROTOCOL_VERSION}: upgrade one"
+def _without_changes(report: Report) -> Report:
+    """The same load and state, of blocks that are known already."""
+    cold = report.cold
+    return msgspec.structs.replace(
+        report,
+        stored=b"",
+        evicted=b"",
+        received=[],
+        cold=cold.without_changes() if isinstance(cold, ColdReport) else cold,
+    )

@@ -20,6 +20,7 @@ HEADER_REQUEST_ID = "x-stemroute-request-id"
 HEADER_WORKER = "x-stemroute-worker"
 HEADER_POLICY = "x-stemroute-policy"
 HEADER_PROMPT_TOKENS = "x-stemroute-prompt-tokens"
+HEADER_IGNORED_FIELDS = "x-stemroute-ignored-fields"
 HEADER_HIT_TOKENS = "x-stemroute-hit-tokens"
 """Prompt tokens that the worker really reused."""
 HEADER_PREDICTED_HIT_TOKENS = "x-stemroute-predicted-hit-tokens"
@@ -204,8 +205,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     tokenizer_json   contents of `tokenizer.json`
     chat_template    Jinja source, "" where the model has none
+    tool_chat_template   for chats with tools, "" where `chat_template` serves these too
     special_tokens   such as {"bos_token": "<s>", "eos_token": "</s>"}, given to the template
     add_bos          whether completions (not chats) begin with the bos token
+    embedding_rows   token ids are below this; 0: not known, the tokenizer's vocabulary counts
     """
 
     model: str
@@ -215,6 +218,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     special_tokens: dict[str, str]
     context_tokens: int
     add_bos: bool = False
+    tool_chat_template: str = ""
+    embedding_rows: int = 0
 
 
 class BlockList(msgspec.Struct, frozen=True, kw_only=True):

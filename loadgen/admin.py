@@ -1,4 +1,4 @@
-"""The gateway's control side: its policy, its caches, its fleet."""
+"""Client of the gateway's admin API: policy, caches, fleet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class AdminError(RuntimeError):
 
 
 class Refused(AdminError):
-    """The gateway answered that it will not do what was asked. `reason` is its own text."""
+    """The gateway refused the call. `reason` is the gateway's own text."""
 
     def __init__(self, text: str, reason: str) -> None:
         super().__init__(text)
@@ -36,7 +36,7 @@ class PolicyView(msgspec.Struct, frozen=True):
 
 
 class BusView(msgspec.Struct, frozen=True):
-    """How well the gateway hears its workers."""
+    """State of the gateway's connection to Redis."""
 
     connected: bool = True
     stale: bool = False
@@ -60,7 +60,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def idle(self) -> bool:
-        """Nothing runs, waits or is on its way."""
+        """Whether no request runs, waits or is in transit."""
         return self.running + self.waiting + self.pending_prefill_tokens == 0
 
 
@@ -78,7 +78,7 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def quiet(self) -> bool:
-        """No request is anywhere."""
+        """Whether no request is in flight and every worker is idle."""
         return self.in_flight == 0 and all(worker.idle for worker in self.workers)
 
     @property
@@ -88,7 +88,7 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExplainedWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the gateway's decision; tokens of the prompt. `cost` None: left out, see why."""
+    """A row of a decision, in prompt tokens. `cost` is None where `left_out` gives the reason."""
 
     worker: str
     hit_tokens: int = 0
@@ -128,7 +128,7 @@ T = TypeVar("T")
 
 
 class Admin:
-    """Control-plane client of one gateway; an async context manager.
+    """Admin client of one gateway; an async context manager.
 
     Every method raises AdminError where the gateway cannot be reached or refuses.
     """
@@ -137,7 +137,7 @@ class Admin:
         self._url = url.rstrip("/")
         self._admin = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self._api = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # trust_env off: a proxy of the environment is not meant for the gateway.
+        # trust_env off: proxies of the environment must not apply to the gateway.
         self._http = httpx.AsyncClient(timeout=ADMIN_TIMEOUT_S, trust_env=False)
 
     async def __aenter__(self) -> Self:
@@ -159,11 +159,11 @@ class Admin:
         return models.data[0].id
 
     async def policy(self) -> PolicyView:
-        """The policy now, and those there are."""
+        """The current policy and the available ones."""
         return await self._ask("GET", "/admin/policy", PolicyView, headers=self._admin)
 
     async def set_policy(self, policy: str) -> str:
-        """Change the policy; the name under which the gateway now knows it."""
+        """Change the policy; returns its name as the gateway reports it."""
         content = msgspec.json.encode(_PolicyChange(policy))
         await self._ask("POST", "/admin/policy", msgspec.Raw, headers=self._admin, content=content)
         return (await self.policy()).policy
@@ -177,7 +177,7 @@ class Admin:
         return await self._ask("GET", "/admin/fleet", FleetView, headers=self._admin)
 
     async def decision(self, request_id: str) -> Explanation:
-        """How the gateway decided on one of the latest requests that asked it to remember that."""
+        """The stored routing decision of a recent request that was sent with the explain header."""
         path = f"/admin/decisions/{request_id}"
         return await self._ask("GET", path, Explanation, headers=self._admin)
 
@@ -225,5 +225,5 @@ class Admin:
             return msgspec.json.decode(answer.content, type=kind)
         except msgspec.DecodeError as error:
             raise AdminError(
-                f"{self._url}{path} answered something else than a gateway does: {error}"
+                f"{self._url}{path} did not answer as a gateway does: {error}"
             ) from error

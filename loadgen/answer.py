@@ -32,7 +32,7 @@ class _Error(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    """The fields of a streamed chunk (or of an error answer) that are looked at."""
+    """The fields that are read of a streamed chunk or of an error response."""
 
     choices: list[_Choice] = msgspec.field(default_factory=list)
     usage: _Usage | None = None
@@ -54,7 +54,7 @@ class Answer:
         self._text: list[str] = []
 
     def take(self, data: bytes, now_s: float) -> None:
-        """One event. Raises msgspec.DecodeError where it is no chunk."""
+        """Read one event. Raises msgspec.DecodeError where it is not a chunk."""
         outcome = self.outcome
         if data == b"[DONE]":
             self.done = True
@@ -74,7 +74,7 @@ class Answer:
         self._count(chunk, text, now_s)
 
     def end(self, now_s: float) -> None:
-        """The stream has ended, well or not."""
+        """The stream has ended, successfully or not."""
         outcome = self.outcome
         outcome.end_s = now_s
         outcome.text = "".join(self._text)
@@ -99,7 +99,7 @@ class Answer:
             if usage.completion_tokens is not None:
                 outcome.completion_tokens = total = usage.completion_tokens
         new = total - self._tokens
-        # A chunk without choices only sums up: its time says nothing of a token.
+        # A chunk without choices carries only usage: its time is not a token's time.
         if new <= 0 or not chunk.choices:
             return
         if self._token_s is not None:

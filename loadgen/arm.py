@@ -24,26 +24,26 @@ from loadgen.slowest import Slowest
 from loadgen.validity import ArmEvidence
 
 WARM_UP_POLICY = "round_robin"
-"""Reaches every worker, whatever the arm's policy would do."""
+"""Used for warm-up requests, because it reaches every worker."""
 
 NOT_ASKED = "decisions were not asked for (--no-explain)"
 
 
 class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What every live command has in common.
+    """Options that all live commands share.
 
     url                base URL of the gateway
     load               what is sent, and when
     model              name to ask for; "" takes the first that the gateway serves
-    slo                bounds that goodput counts by
-    max_concurrency    closed loop: at most so many requests at a time; None is open loop
-    num_warmups        requests before each flush that are not counted
-    timeout_s          a request that has not ended by then is unfinished
-    quiet_timeout_s    the gateway may take so long to become quiet around an arm
+    slo                latency bounds for goodput
+    max_concurrency    closed loop with at most this many requests in flight; None: open loop
+    num_warmups        warm-up requests before each flush, not counted
+    timeout_s          a request that takes longer is counted as unfinished
+    quiet_timeout_s    maximum wait for an idle gateway before and after an arm
     max_client_lag_ms  bound on the 99th percentile of sent − intended for a valid run
-    sample_interval_s  time between two looks at the workers' load; 0 for none
-    explain            ask for the decisions on the slowest requests
-    out                folder of the results; None writes none
+    sample_interval_s  interval between samples of the workers' load; 0: no samples
+    explain            fetch the routing decisions of the slowest requests
+    out                output directory; None: no files
     """
 
     url: str
@@ -62,7 +62,7 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
     out: Path | None = None
 
     def check(self) -> None:
-        """Raises OptionError for what makes no run."""
+        """Raises OptionError for invalid values."""
         if self.max_concurrency is not None and self.max_concurrency < 1:
             raise OptionError(f"max_concurrency must be at least 1, got {self.max_concurrency}")
         if self.sample_interval_s < 0:
@@ -72,7 +72,7 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OptionError(ValueError):
-    """Options that make no run. Its text says which."""
+    """Invalid options. The message names the option."""
 
 
 async def warm_up(
@@ -82,7 +82,7 @@ async def warm_up(
     available: Sequence[str],
     policy: str,
 ) -> None:
-    """Let every worker do its first-time work. The flush that follows forgets the requests."""
+    """Let every worker do its one-time work. The flush afterwards drops these requests' blocks."""
     if not options.num_warmups:
         return
     await admin.set_policy(WARM_UP_POLICY if WARM_UP_POLICY in available else policy)
@@ -104,9 +104,9 @@ async def replay_arm(
     flush: bool,
     repeat: int = 0,
 ) -> ArmEvidence:
-    """Replay the requests under the policy that the gateway has, whose name there is `policy`."""
+    """Replay the requests with the gateway's current policy, which it calls `policy`."""
     label = arm if not repeat else f"{arm}, repeat {repeat + 1}"
-    watcher.phase(f"{label}: waiting until the gateway is quiet")
+    watcher.phase(f"{label}: waiting until the gateway is idle")
     quiet_s = options.quiet_timeout_s
     await admin.wait_for(lambda fleet: fleet.quiet, quiet_s)
     if flush:

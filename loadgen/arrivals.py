@@ -1,4 +1,4 @@
-"""Arrivals: when requests are sent. Open loop: a time never depends on an answer."""
+"""Arrival times of requests. Open loop: a time never depends on a response."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from loadgen.workloads import Conversation, Turn, Workload
 
 
 class ArrivalError(ValueError):
-    """Arrivals that cannot be made. Its text names the parameter."""
+    """Invalid arrival parameters. The message names the parameter."""
 
 
 Ramp = Literal["linear", "exponential"]
 
 
 class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of arrivals.
+    """An arrival process.
 
-    request_rate           requests a second; inf sends all at once
+    request_rate           requests per second; inf sends all at once
     burstiness             shape of the gamma distribution of the gaps: 1 is Poisson, below 1 is
                            burstier, above 1 more regular, inf is a constant gap
     ramp_up_strategy       the rate goes from `ramp_up_start_rps` to `ramp_up_end_rps` over the
@@ -64,7 +64,7 @@ class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Arrival(NamedTuple):
-    """A turn and when it is sent, in seconds after the begin (whole microseconds)."""
+    """A turn and its send time, in seconds after the start (whole microseconds)."""
 
     at_s: float
     conversation: Conversation
@@ -77,7 +77,7 @@ class Arrival(NamedTuple):
 
 
 def arrange(workload: Workload, arrivals: Arrivals, seed: int) -> list[Arrival]:
-    """Every turn of the workload with its time, in the order of time.
+    """Every turn of the workload with its send time, in order of time.
 
     Raises WorkloadError or ArrivalError.
     """
@@ -93,7 +93,7 @@ def interleave(
     """Every turn arrives by the process.
 
     At each arrival the next turn of a conversation is taken, drawn in proportion to its turns
-    left, so that conversations mix evenly from begin to end. A turn whose think time is not over
+    left, so that conversations mix evenly from start to end. A turn whose think time is not over
     lets others go first; where none is due, this arrival and all after it move back.
     """
     # A shuffled list of one entry a turn is that draw, made in advance.

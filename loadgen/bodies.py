@@ -1,4 +1,4 @@
-"""The HTTP bodies of requests: turns as chats, trace requests as completions."""
+"""HTTP request bodies: turns become chats, trace requests become completions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _StreamOptions(msgspec.Struct, frozen=True):
 
 
 class _ChatBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`stream` and `stream_options` hold no defaults here, so that they are always written."""
+    """`stream` and `stream_options` have no defaults, so that they are always written."""
 
     model: str
     messages: list[_Message]

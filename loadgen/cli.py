@@ -1,7 +1,6 @@
 """The command `loadgen`.
 
-Exit codes: 0 for a valid run, 3 for an invalid one, 1 where nothing could be run, 2 for wrong
-usage, 130 after Ctrl-C.
+Exit codes: 0: valid run, 3: invalid run, 1: nothing could be run, 2: wrong usage, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Load for a gateway: replay requests, measure, compare policies.\n\n"
+    help="Load generator for a gateway: replay requests, measure, compare policies.\n\n"
     "Exit code 0: a valid run; 3: an invalid one (the reasons are printed); 1: nothing could "
     "be run; 2: wrong usage; 130: interrupted.",
 )
@@ -57,7 +56,8 @@ _COMPARE = CompareOptions(url="")
 _GOODPUT = GoodputOptions(url="")
 BOTH_POLICIES = ",".join(_COMPARE.policies)
 Policies = Annotated[
-    str, typer.Option("--policies", help="Separated by commas; the first is the base.")
+    str,
+    typer.Option("--policies", help="Policies, separated by commas; the first is the baseline."),
 ]
 
 
@@ -67,10 +67,10 @@ def compare_command(
     flags: ReplayFlags,
     policies: Policies = BOTH_POLICIES,
     repeats: Annotated[
-        int, typer.Option("--repeats", help="Replays of each policy, interleaved.", min=1)
+        int, typer.Option("--repeats", help="Replays per policy, interleaved.", min=1)
     ] = _COMPARE.repeats,
 ) -> None:
-    """Replay the same requests through each policy, each time from cold, and compare."""
+    """Replay the same requests with each policy, always with empty caches, and compare."""
     folder = flags.folder("compare")
     options = CompareOptions(
         policies=split_policies(policies), repeats=repeats, **flags.options(folder)
@@ -82,11 +82,11 @@ def compare_command(
 @with_flags(ReplayFlags)
 def run_command(
     flags: ReplayFlags,
-    flush: Annotated[bool, typer.Option("--flush", help="Empty all caches first.")] = False,
+    flush: Annotated[bool, typer.Option("--flush", help="Flush all caches first.")] = False,
 ) -> None:
-    """Replay requests once, under the policy that the gateway has.
+    """Replay requests once with the gateway's current policy.
 
-    Caches stay as they are unless --flush is given; warm-ups are sent only then.
+    Caches are kept unless --flush is given. Warm-up requests are sent only with --flush.
     """
     folder = flags.folder("run")
     options = RunOptions(flush=flush, **flags.options(folder))
@@ -99,18 +99,18 @@ def goodput_command(
     flags: ReplayFlags,
     policies: Policies = BOTH_POLICIES,
     attainment: Annotated[
-        float, typer.Option("--attainment", help="Share of requests that must keep the bounds.")
+        float, typer.Option("--attainment", help="Share of requests that must meet the bounds.")
     ] = _GOODPUT.attainment,
     precision: Annotated[
-        float, typer.Option("--precision", help="How near the answer is to be; 0.1: 10 %.")
+        float, typer.Option("--precision", help="Relative precision of the rate; 0.1 is 10 %.")
     ] = _GOODPUT.precision,
     max_trials: Annotated[
-        int, typer.Option("--max-trials", help="Replays of each policy at most.", min=1)
+        int, typer.Option("--max-trials", help="Maximum number of replays per policy.", min=1)
     ] = _GOODPUT.max_trials,
 ) -> None:
-    """Search the highest request rate at which each policy still keeps the --goodput bounds.
+    """Find the highest request rate at which each policy still meets the --goodput bounds.
 
-    Begins at --request-rate, or at a trace's own rate.
+    The search starts at --request-rate, or at the trace's own rate.
     """
     folder = flags.folder("goodput")
     options = GoodputOptions(
@@ -134,14 +134,14 @@ def goodput_command(
 @app.command("simulate")
 @with_flags(SimulateFlags)
 def simulate_command(flags: SimulateFlags, policies: Policies = BOTH_POLICIES) -> None:
-    """Replay requests through each policy in virtual time: no gateway, no workers, no waiting."""
+    """Replay requests with each policy in virtual time: needs no gateway and no workers."""
     folder = flags.folder()
     options = flags.options(split_policies(policies), folder)
     _finish(lambda bars: simulate(options, bars), folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of the console script; always ends in SystemExit."""
+    """Entry point of the console script; always raises SystemExit."""
     given = spread_goodput(sys.argv[1:] if arguments is None else arguments)
     console = _console(stderr=True)
     # Whoever ends us, the gateway gets its policy back as after Ctrl-C; also where a shell began us
@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def spread_goodput(arguments: Sequence[str]) -> list[str]:
-    """Let one `--goodput` take several bounds: repeat the flag before each of them."""
+    """Allow one `--goodput` to take several bounds: repeat the flag before each."""
     spread: list[str] = []
     taking = False
     for argument in arguments:
@@ -184,7 +184,7 @@ def split_policies(text: str) -> tuple[str, ...]:
 
 
 def table(summary: Summary) -> Table:
-    """The figures of every arm."""
+    """A table with the figures of every arm."""
     result = Table(
         caption="times from the intended send time, in milliseconds", caption_justify="left"
     )
@@ -196,9 +196,9 @@ def table(summary: Summary) -> Table:
 
 
 def goodput_table(summary: GoodputSummary) -> Table:
-    """What each policy can be asked."""
+    """A table with the highest rate of each policy."""
     result = Table(
-        caption=f"highest rate at which {100 * summary.attainment:g} % of the requests kept "
+        caption=f"highest rate at which {100 * summary.attainment:g} % of the requests met "
         f"{wording.slo_text(summary.slo)}"
         + ("; emulated accelerators: times follow a cost model" if summary.emulated else ""),
         caption_justify="left",
@@ -211,7 +211,7 @@ def goodput_table(summary: GoodputSummary) -> Table:
 
 
 def _finish(work: Callable[[Bars], Summary], folder: Path) -> None:
-    """Do the work under progress bars, tell what came out, end with the exit code."""
+    """Run `work` with progress bars, print the result, and exit with its code."""
     summary = _work(work)
     _tell(summary, folder)
     raise typer.Exit(EXIT_VALID if summary.valid else EXIT_INVALID)
@@ -223,7 +223,7 @@ def _work(work: Callable[[Bars], R]) -> R:
         with Bars(errors) as bars:
             return work(bars)
     except KeyboardInterrupt:
-        errors.print("loadgen: interrupted; a gateway has its policy back", style="red")
+        errors.print("loadgen: interrupted; the gateway's policy was restored", style="red")
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 

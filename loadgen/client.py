@@ -1,4 +1,4 @@
-"""The client: sends requests when they are due, whatever became of the others, and times them."""
+"""The client: sends each request at its intended time, whatever the others do, and times it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs and comparisons on a live gateway: the same requests through each policy, from cold.
+"""Runs and comparisons on a live gateway: the same requests with each policy, from empty caches.
 
 A comparison replays the file several times. Within each repeat every policy has its turn, and
 the order turns around from one repeat to the next, so that a machine that drifts favours none.
@@ -46,14 +46,14 @@ def run(options: RunOptions, watcher: Watcher | None = None) -> Summary:
 async def compare_arms(options: CompareOptions, watcher: Watcher | None = None) -> Summary:
     """Replay the requests `repeats` times for each policy, each time from cold, and compare.
 
-    The gateway's policy is put back at the end, also when cancelled. Raises AdminError,
+    The gateway's policy is restored at the end, also after cancellation. Raises AdminError,
     RequestFileError, TraceError, WorkloadError, ArrivalError or OptionError where nothing can be
     compared.
     """
     watcher = watcher or Silent()
     options.check()
     if not options.policies or len(set(options.policies)) != len(options.policies):
-        raise OptionError(f"policies must be named once each, got {', '.join(options.policies)}")
+        raise OptionError(f"name each policy once, got {', '.join(options.policies)}")
     if options.repeats < 1:
         raise OptionError(f"repeats must be at least 1, got {options.repeats}")
     started = datetime.now(UTC)
@@ -86,9 +86,9 @@ async def compare_arms(options: CompareOptions, watcher: Watcher | None = None) 
 
 
 async def run_arm(options: RunOptions, watcher: Watcher | None = None) -> Summary:
-    """Replay the requests once under the policy that the gateway has.
+    """Replay the requests once with the gateway's current policy.
 
-    Warm-ups are sent only where caches are flushed after them. Raises as `compare_arms`.
+    Warm-up requests are sent only where caches are flushed afterwards. Raises as `compare_arms`.
     """
     watcher = watcher or Silent()
     options.check()
@@ -111,7 +111,7 @@ async def check_policies(admin: Admin, asked: Sequence[str], original: PolicyVie
     unknown = [policy for policy in asked if policy.partition(":")[0] not in original.available]
     if unknown:
         raise OptionError(
-            f"the gateway knows no policy {', '.join(unknown)}; there are: "
+            f"the gateway has no policy {', '.join(unknown)}; available: "
             f"{', '.join(original.available)}"
         )
     try:

@@ -1,4 +1,4 @@
-"""From what was seen of every arm to the summary: measures, pairs, validity, verdict."""
+"""Builds the summary from the observations of all arms: measures, pairs, validity, verdict."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def conclude(
     plan: Plan,
     arms: Mapping[str, Sequence[ArmEvidence]],
 ) -> Summary:
-    """The summary of arms by policy, each with its repeats; the first arm is the base.
+    """The summary of arms by policy, each with its repeats; the first arm is the baseline.
 
     Writes the results where `options.out` is set.
     """

@@ -30,7 +30,7 @@ from loadgen.plan import Load, TraceSource
 from loadgen.traces import TraceOptions
 from loadgen.workloads import WORKLOADS, make_workload
 
-LOAD, TRACE, TIMES, LIVE = "What is sent", "Traces", "When", "Gateway and measuring"
+LOAD, TRACE, TIMES, LIVE = "Workload", "Traces", "Arrivals", "Gateway and measurement"
 DEFAULT_WORKLOAD = "shared_prefix"
 _REPLAY = ReplayOptions(url="")
 
@@ -41,11 +41,12 @@ def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
 
 @dataclasses.dataclass(kw_only=True)
 class LoadFlags:
-    """What is sent and when. `parameters` are the workload's that were given."""
+    """What is sent and when. `parameters` are the given workload parameters."""
 
     parameters: dict[str, object] = dataclasses.field(default_factory=dict)
     requests: Annotated[
-        Path | None, _option(LOAD, "Replay this request file; make none.", "--requests")
+        Path | None,
+        _option(LOAD, "Replay this request file instead of generating one.", "--requests"),
     ] = None
     workload: Annotated[
         str | None,
@@ -60,54 +61,62 @@ class LoadFlags:
         ),
     ] = None
     format: Annotated[
-        str, _option(TRACE, "Of the trace: mooncake, bailian, lmcache or azure.", "--format")
+        str, _option(TRACE, "Trace format: mooncake, bailian, lmcache or azure.", "--format")
     ] = "mooncake"
     speed_up: Annotated[
-        float | None, _option(TRACE, "Run the trace's times so much faster.", "--speed-up")
+        float | None, _option(TRACE, "Replay the trace this many times faster.", "--speed-up")
     ] = None
     spread_timestamps: Annotated[
         bool | None,
         _option(
             TRACE,
-            "Spread requests of one coarse timestamp until the next (spread).",
+            "Spread requests that share a coarse timestamp up to the next one (default: spread).",
             "--spread-timestamps/--no-spread-timestamps",
         ),
     ] = None
     input_scale: Annotated[
         float | None,
-        _option(TRACE, "Make all prompts so much longer; sharing stays.", "--input-scale"),
+        _option(
+            TRACE, "Scale all prompt lengths by this factor; sharing is kept.", "--input-scale"
+        ),
     ] = None
     output_scale: Annotated[
-        float | None, _option(TRACE, "Make all answers so much longer.", "--output-scale")
+        float | None, _option(TRACE, "Scale all output lengths by this factor.", "--output-scale")
     ] = None
     max_input_tokens: Annotated[
-        int | None, _option(TRACE, "Cut longer prompts to their begin.", "--max-input-tokens")
+        int | None,
+        _option(TRACE, "Truncate longer prompts to their first tokens.", "--max-input-tokens"),
     ] = None
     max_output_tokens: Annotated[
-        int | None, _option(TRACE, "Cut longer answers.", "--max-output-tokens")
+        int | None, _option(TRACE, "Truncate longer outputs.", "--max-output-tokens")
     ] = None
     request_rate: Annotated[
         float | None,
         _option(
             TIMES,
-            "Requests a second; inf sends all at once (2; a trace: its own times).",
+            "Requests per second; inf sends all at once (default: 2; for a trace, its own times).",
             "--request-rate",
             "--rate",
         ),
     ] = None
     burstiness: Annotated[
         float,
-        _option(TIMES, "Below 1 burstier than Poisson, above more regular; inf: constant gaps."),
+        _option(
+            TIMES,
+            "1 is Poisson, below 1 is burstier, above 1 more regular; inf: constant intervals.",
+        ),
     ] = 1.0
-    ramp_up_strategy: Annotated[
-        str | None, _option(TIMES, "linear or exponential, from start to end.")
+    ramp_up_strategy: Annotated[str | None, _option(TIMES, "linear or exponential.")] = None
+    ramp_up_start_rps: Annotated[
+        float | None, _option(TIMES, "Rate at the start, in requests per second.")
     ] = None
-    ramp_up_start_rps: Annotated[float | None, _option(TIMES, "Rate at the begin.")] = None
-    ramp_up_end_rps: Annotated[float | None, _option(TIMES, "Rate at the end.")] = None
-    seed: Annotated[int, _option(TIMES, "Of texts and times.", "--seed")] = 0
+    ramp_up_end_rps: Annotated[
+        float | None, _option(TIMES, "Rate at the end, in requests per second.")
+    ] = None
+    seed: Annotated[int, _option(TIMES, "Seed of texts and arrival times.", "--seed")] = 0
 
     def load(self) -> Load:
-        """What they ask for. Raises OptionError or WorkloadError for flags that do not fit."""
+        """The load that the flags describe. Raises OptionError or WorkloadError."""
         parameters = dict(self.parameters)
         trace = self._trace(parameters)
         if self.requests is not None or trace is not None:
@@ -116,7 +125,9 @@ class LoadFlags:
             if unused:
                 raise OptionError(f"{source} takes no {', '.join(map(_flag, unused))}")
             if self.requests is not None and (trace is not None or self._arrivals() is not None):
-                raise OptionError("--requests replays a file as it is: no trace, no other times")
+                raise OptionError(
+                    "--requests replays a file as it is: leave out --trace and arrival flags"
+                )
             return Load(
                 requests=self.requests, trace=trace, arrivals=self._arrivals(), seed=self.seed
             )
@@ -146,7 +157,7 @@ class LoadFlags:
         if self.trace and self.request_rate is None and self.ramp_up_strategy is None:
             raise OptionError("--trace has its own times: give --request-rate to use others")
         if self.request_rate is not None and self.ramp_up_strategy is not None:
-            raise OptionError("a ramp sets the rate: leave --request-rate out")
+            raise OptionError("a ramp sets the rate: leave out --request-rate")
         default = Arrivals()
         return Arrivals(
             request_rate=default.request_rate if self.request_rate is None else self.request_rate,
@@ -159,44 +170,61 @@ class LoadFlags:
 
 @dataclasses.dataclass(kw_only=True)
 class ReplayFlags(LoadFlags):
-    """Everything that the commands for a live gateway share."""
+    """Flags that all commands for a live gateway share."""
 
     url: Annotated[str, _option(LIVE, "Base URL of the gateway.", "--url")] = (
         "http://127.0.0.1:8000"
     )
     out: Annotated[
-        Path | None, _option(LIVE, "Folder of the results (out/COMMAND-TIME).", "--out")
+        Path | None, _option(LIVE, "Output directory (default: out/COMMAND-TIME).", "--out")
     ] = None
-    model: Annotated[str, _option(LIVE, "Model to ask for (the first one served).", "--model")] = ""
+    model: Annotated[
+        str, _option(LIVE, "Model name (default: the first one served).", "--model")
+    ] = ""
     goodput: Annotated[
         list[str] | None,
-        _option(LIVE, "Bounds in ms, such as --goodput ttft:2000 tpot:100.", "--goodput"),
+        _option(LIVE, "Latency bounds in ms, such as --goodput ttft:2000 tpot:100.", "--goodput"),
     ] = None
     max_concurrency: Annotated[
         int | None,
         _option(
             LIVE,
-            "Closed loop: at most so many requests at a time. It hides queueing; the rate is inf "
-            "unless given.",
+            "Closed loop with at most this many requests in flight. It hides queueing; the "
+            "rate is inf unless given.",
             "--max-concurrency",
         ),
     ] = None
     num_warmups: Annotated[
-        int, _option(LIVE, "Uncounted requests before each flush.", "--num-warmups", min=0)
+        int,
+        _option(LIVE, "Warm-up requests before each flush, not counted.", "--num-warmups", min=0),
     ] = _REPLAY.num_warmups
     timeout_s: Annotated[
-        float, _option(LIVE, "A slower request is unfinished.", "--timeout-s", min=0.001)
+        float,
+        _option(
+            LIVE, "A request that takes longer counts as unfinished.", "--timeout-s", min=0.001
+        ),
     ] = _REPLAY.timeout_s
     max_client_lag_ms: Annotated[
-        float, _option(LIVE, "Bound on the client's p99 lag, else invalid.", "--max-client-lag-ms")
+        float,
+        _option(
+            LIVE,
+            "Limit on the client's p99 send lag; above it the run is invalid.",
+            "--max-client-lag-ms",
+        ),
     ] = _REPLAY.max_client_lag_ms
     sample_interval_s: Annotated[
         float,
-        _option(LIVE, "Time between looks at the workers' load; 0: none.", "--sample-interval-s"),
+        _option(
+            LIVE,
+            "Interval between samples of the workers' load; 0: no samples.",
+            "--sample-interval-s",
+        ),
     ] = _REPLAY.sample_interval_s
     explain: Annotated[
         bool,
-        _option(LIVE, "Ask for the decisions on the slowest requests.", "--explain/--no-explain"),
+        _option(
+            LIVE, "Fetch the routing decisions of the slowest requests.", "--explain/--no-explain"
+        ),
     ] = _REPLAY.explain
     api_key: Annotated[str, _option(LIVE, "", "--api-key", envvar="STEMROUTE_GATEWAY_API_KEY")] = ""
     admin_key: Annotated[

@@ -1,4 +1,4 @@
-"""How much a gateway can be asked: the highest rate at which enough requests keep their bounds."""
+"""The highest request rate at which enough requests meet their latency bounds."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from loadgen.validity import reasons
 class GoodputOptions(ReplayOptions, frozen=True, kw_only=True):
     """A search.
 
-    attainment   share of the requests that must keep every bound
-    precision    the search ends where the rates that do and do not are so near (0.1: 10 %)
+    attainment   share of the requests that must meet every bound
+    precision    relative distance between the passing and the failing rate at which the search ends
     max_trials   of each policy
     """
 
@@ -39,14 +39,14 @@ class GoodputOptions(ReplayOptions, frozen=True, kw_only=True):
 
 
 def goodput(options: GoodputOptions, watcher: Watcher | None = None) -> GoodputSummary:
-    """Search the highest rate for each policy; see `search_policies`."""
+    """Find the highest rate for each policy; see `search_policies`."""
     return asyncio.run(search_policies(options, watcher))
 
 
 async def search_policies(
     options: GoodputOptions, watcher: Watcher | None = None
 ) -> GoodputSummary:
-    """Search the highest rate for each policy; every trial is cold and sends the same texts.
+    """Find the highest rate for each policy; every trial starts cold and sends the same texts.
 
     A request that fails or does not finish misses its bounds. Whatever else makes a run invalid
     ends the search. The gateway's policy is put back. Raises as `compare_arms`.
@@ -119,9 +119,7 @@ async def _search(
         measures = measure(evidence.outcomes, options.slo, workers)
         met = measures.kept_share >= options.attainment
         trials.append(Trial(rate=rate, met=met, measures=measures))
-        watcher.phase(
-            f"{policy} at {rate:.3g}/s: {100 * measures.kept_share:.0f} % kept the bounds"
-        )
+        watcher.phase(f"{policy} at {rate:.3g}/s: {100 * measures.kept_share:.0f} % met the bounds")
         search.tell(met=met)
     low, high = search.bracket
     too_much = None if high == math.inf else high
@@ -152,7 +150,9 @@ def _first_rate(load: Load, base: Plan) -> float:
     if not _has_own_times(load):
         return (load.arrivals or Arrivals()).request_rate
     if not base.source.offered_rate:
-        raise OptionError("the requests are sent all at once: there are no times to stretch")
+        raise OptionError(
+            "all requests are sent at once, so there is no rate to vary: give --request-rate"
+        )
     return base.source.offered_rate
 
 
@@ -161,12 +161,12 @@ def _check(options: GoodputOptions) -> None:
     if options.slo == Slo():
         raise OptionError("a search needs bounds, such as --goodput ttft:2000 tpot:100")
     if options.max_concurrency is not None:
-        raise OptionError("a closed loop has no rate to search: leave --max-concurrency out")
+        raise OptionError("a closed loop has no rate to search: leave out --max-concurrency")
     if options.load.arrivals is not None:
         if options.load.arrivals.ramp_up_strategy is not None:
-            raise OptionError("a ramp has no one rate to search: leave it out")
+            raise OptionError("a ramp has no single rate to search: leave out the ramp flags")
         if options.load.arrivals.request_rate == math.inf:
-            raise OptionError("the search begins at a finite --request-rate")
+            raise OptionError("the search needs a finite --request-rate to start at")
     if not 0 < options.attainment <= 1:
         raise OptionError(f"attainment must lie between 0 and 1, got {options.attainment}")
     if not options.precision > 0:

@@ -17,7 +17,7 @@ from loadgen.tables import trials_csv
 GOODPUT_FILE = "goodput.json"
 TRIALS_FILE = "goodput.csv"
 
-COLUMNS = ("policy", "requests /s", "too much /s", "kept there", "goodput /s", "trials")
+COLUMNS = ("policy", "requests /s", "failed at /s", "within bounds", "goodput /s", "trials")
 
 
 def write_goodput(folder: Path, summary: GoodputSummary) -> None:

@@ -18,10 +18,10 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy can be asked. Rates in requests a second.
+    """The highest rate of one policy. Rates are in requests per second.
 
-    rate       the highest tried that met the bounds; 0 where none did
-    too_much   the lowest tried that did not; None where all did
+    rate       highest rate tried that met the bounds; 0 where none did
+    too_much   lowest rate tried that did not; None where all did
     trials     in the order they ran
     """
 
@@ -55,9 +55,9 @@ class GoodputSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def findings(summary: GoodputSummary) -> list[str]:
-    """What came out, a sentence for each policy after the first.
+    """The findings, one sentence for each policy after the first.
 
-    A ratio is said with the interval that the two brackets leave, never without.
+    A ratio is always given with the interval that the two brackets leave.
     """
     if not summary.valid:
         return []
@@ -73,15 +73,15 @@ def _finding(name: str, found: Capacity, base_name: str, base: Capacity) -> str:
     high = found.too_much / base.rate if found.too_much else None
     between = f"at least × {low:.2f}" if high is None else f"× {low:.2f} to × {high:.2f}"
     if low > 1:
-        return f"{told}: {name} can be asked more, {between}"
+        return f"{told}: {name} sustains a higher rate, {between}"
     if high is not None and high < 1:
-        return f"{told}: {name} can be asked less, {between}"
+        return f"{told}: {name} sustains a lower rate, {between}"
     return f"{told}: no difference shown ({between})"
 
 
 def _asked(found: Capacity) -> str:
     if not found.rate:
-        return "kept the bounds at no rate that was tried"
+        return "met the bounds at no rate that was tried"
     if found.too_much is None:
-        return f"kept them up to {found.rate:.2f}/s, the highest that was tried"
-    return f"kept them up to {found.rate:.2f}/s, not at {found.too_much:.2f}/s"
+        return f"met them up to {found.rate:.2f}/s, the highest that was tried"
+    return f"met them up to {found.rate:.2f}/s, not at {found.too_much:.2f}/s"

@@ -16,7 +16,7 @@ from loadgen.outcomes import Outcome
 
 
 class SloError(ValueError):
-    """A latency bound that cannot be read."""
+    """An invalid latency bound."""
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -29,7 +29,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """Upper bounds in milliseconds that a good answer keeps; None is no bound."""
+    """Upper latency bounds in milliseconds; None: no bound."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -37,7 +37,7 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class WorkerWork(msgspec.Struct, frozen=True):
-    """What one worker did in an arm, by the answers that named it."""
+    """The work of one worker in an arm, from the responses that named it."""
 
     worker: str
     requests: int
@@ -62,7 +62,7 @@ class ArmMeasures(msgspec.Struct, frozen=True, kw_only=True):
     requests             of all repeats, as are tokens and the work of the workers
     duration_s           first intended send to last end, summed over the repeats
     cached_token_ratio   None where no answer carried usage
-    goodput              requests a second that kept every bound; errors and unfinished ones miss
+    goodput              requests per second that met every bound; failed and unfinished ones do not
     kept_share           share of the requests that did
     imbalance            max / mean over the workers of prompt tokens computed, mean of the repeats
     predicted_hit_error_tokens   mean of |predicted − actual hit|, None where headers lack
@@ -103,7 +103,8 @@ def parse_slo(texts: Iterable[str]) -> Slo:
             bound = -1.0
         if name not in _SLO_NAMES or not bound > 0:
             raise SloError(
-                f"{text!r} is no latency bound: write ttft:MS, tpot:MS or e2el:MS, as in ttft:2000"
+                f"{text!r} is not a latency bound: write ttft:MS, tpot:MS or e2el:MS, such as "
+                "ttft:2000"
             )
         bounds[_SLO_NAMES[name]] = bound
     return Slo(**bounds)

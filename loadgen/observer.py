@@ -1,7 +1,7 @@
-"""Looks at the gateway while requests are replayed: load of the workers, and the decisions on the
-slowest requests so far.
+"""Observes the gateway during a replay: samples the workers' load and fetches the routing
+decisions of the slowest requests so far.
 
-It asks the gateway beside the requests, equally in every arm, and never holds a request up.
+It does the same in every arm and never delays a request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Observations(msgspec.Struct):
     samples: list[LoadSample] = msgspec.field(default_factory=list)
     explanations: dict[str, Explanation] = msgspec.field(default_factory=dict)
     unknown: dict[str, str] = msgspec.field(default_factory=dict)
-    otherwise: str = "it got no answer that names its decision"
+    otherwise: str = "no response named its decision"
 
 
 async def observe(
@@ -50,7 +50,7 @@ async def observe(
     interval_s: float,
     seen: Observations,
 ) -> None:
-    """Sample the fleet every `interval_s`, and ask for the decisions on the `slowest` so far.
+    """Sample the fleet every `interval_s`, and fetch the decisions of the `slowest` so far.
 
     Fills `seen` until cancelled. `begin` is the replay's begin on the loop's clock. An interval
     of 0 or None leaves that part out.

@@ -1,4 +1,4 @@
-"""What became of one request, and the times derived from it."""
+"""The outcome of one request and the times derived from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is sent: a request file, made from a workload or a trace, or given."""
+"""The requests to send: a given file, or one generated from a workload or a trace."""
 
 from __future__ import annotations
 

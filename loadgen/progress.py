@@ -1,4 +1,4 @@
-"""How a long run tells where it is."""
+"""Progress of a long run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from loadgen.outcomes import Outcome
 
 
 class Watcher(Protocol):
-    """Is told of the steps of a run. Must not block: it is called between requests."""
+    """Receives the steps of a run. Must not block: it is called between requests."""
 
     def phase(self, text: str) -> None:
         """What happens now, such as "round_robin: waiting until quiet"."""
@@ -31,7 +31,7 @@ class Watcher(Protocol):
 
 
 class Silent:
-    """A watcher that says nothing."""
+    """A watcher that prints nothing."""
 
     def phase(self, text: str) -> None:
         """Nothing."""

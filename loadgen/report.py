@@ -1,4 +1,4 @@
-"""The results on disk: JSON, CSV, and a report to show to others."""
+"""Writes the results: JSON, CSV and an HTML report."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ PATHS: dict[Kind, str] = {"chat": "/v1/chat/completions", "completion": "/v1/com
 
 
 class RequestFileError(ValueError):
-    """A request file that cannot be replayed. Its text names the line and the mend."""
+    """An invalid request file. The message names the line and what to change."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The slowest requests of a replay, known while it goes on."""
+"""The slowest requests of a replay, tracked while it runs."""
 
 from __future__ import annotations
 

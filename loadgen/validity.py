@@ -1,4 +1,4 @@
-"""When a run shows nothing: every reason, in words."""
+"""Reasons that make a run invalid."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def _arm_reasons(
     if lag_ms is not None and lag_ms > max_client_lag_ms:
         found.append(
             f"the client lagged: 1 % of the requests went out {lag_ms:.0f} ms or more after "
-            f"their time (limit {max_client_lag_ms:g} ms); use a quieter machine or a lower rate"
+            f"their intended time (limit {max_client_lag_ms:g} ms); use a quieter machine or a "
+            "lower rate"
         )
     for status in ("failed", "unfinished") if errors_count else ():
         bad = [outcome for outcome in outcomes if outcome.status == status]
@@ -115,7 +116,7 @@ def _fleet_reasons(arm: ArmEvidence, sent: int, errors_count: bool) -> list[str]
     found = []
     before, after = arm.before, arm.after
     if arm.flushed and before.blocks:
-        found.append(f"caches were not empty at its begin: {before.blocks} blocks were left")
+        found.append(f"caches were not empty at its start: {before.blocks} blocks were left")
     routed = after.requests_total - before.requests_total
     if routed > sent:
         found.append(f"the gateway routed {routed - sent} requests that were not ours")
@@ -128,7 +129,7 @@ def _fleet_reasons(arm: ArmEvidence, sent: int, errors_count: bool) -> list[str]
         listed = ", ".join(f"{count} by {name}" for name, count in sorted(strangers.items()))
         found.append(f"the policy was changed while it ran: {listed}")
     if not before.quiet:
-        found.append("other requests were running at its begin")
+        found.append("other requests were running at its start")
     if not after.quiet:
         found.append("requests were still running after its end")
     lives = [{(worker.worker, worker.epoch) for worker in view.workers} for view in (before, after)]

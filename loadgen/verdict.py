@@ -1,4 +1,4 @@
-"""What a comparison shows, in one sentence an arm.
+"""The result of a comparison, one sentence per arm.
 
 Faster or slower is said only where the 95 % interval of the ratio of medians lies on one side of
 1. Anything else is "no difference shown", which is not "no difference". One replay of each arm

@@ -1,4 +1,4 @@
-"""The figures of a summary as words and cells, for the terminal and the report alike."""
+"""The figures of a summary as text and table cells, for the terminal and the report."""
 
 from __future__ import annotations
 
@@ -86,20 +86,20 @@ def load_lines(summary: Summary) -> list[str]:
     lines = []
     if summary.max_concurrency is not None:
         lines.append(
-            f"closed loop, at most {summary.max_concurrency} requests at a time: a slow gateway "
-            "is asked less, queueing is hidden, and times count from the send"
+            f"closed loop, at most {summary.max_concurrency} requests in flight: a slow gateway "
+            "receives fewer requests, queueing is hidden, and times count from the send"
         )
     if summary.emulated:
         lines.append("emulated accelerators: times follow a cost model")
     if not summary.cold:
         lines.append(
-            "caches were not emptied: hits on earlier requests count, of which the ideal knows "
-            "nothing"
+            "caches were not flushed: hits on earlier requests count, which the ideal does not "
+            "include"
         )
     if summary.paired and summary.repeats == 1:
         lines.append(
-            "one run of each policy: it does not show how much runs differ, nor do the intervals; "
-            "--repeats 3 does"
+            "one run per policy: it does not show how much runs differ, nor do the intervals; use "
+            "--repeats 3"
         )
     return lines + summary.source.notes
 
@@ -107,7 +107,7 @@ def load_lines(summary: Summary) -> list[str]:
 def arrivals_text(arrivals: Arrivals | None) -> str:
     """Such as "Poisson, 2 a second"."""
     if arrivals is None:
-        return "as the file says"
+        return "as in the file"
     shape = {1.0: "Poisson", float("inf"): "constant gaps"}.get(
         arrivals.burstiness, f"gamma, burstiness {arrivals.burstiness:g}"
     )

@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 import httpx
 import msgspec
 import redis.asyncio as aioredis
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
 from cluster.blocks import Namespace, split_hashes
 from cluster.bus import BusKeys
+from cluster.card_check import card_problem
 from cluster.follower import NO_ENTRY, stream_entries
-from cluster.following import card_problem
 from cluster.protocol import PROTOCOL_VERSION, BlockList, WorkerCard
+from cluster.redis_client import trouble
+from cluster.redis_memory import MemoryWatch
 from cluster.settings import Settings
 from ops.links import Broken, Skip, Step, settled
 
@@ -72,6 +74,7 @@ class BusLinks:
         """The links in order; each builds on those before it."""
         return [
             Step("redis", self._redis_link),
+            Step("writes", self._writes_link),
             Step("cards", self._cards_link),
             Step("versions", self._versions_link),
             Step("digests", self._digests_link),
@@ -92,13 +95,13 @@ class BusLinks:
             ) from error
         if answer.status_code == 401:
             raise Broken(
-                f"{card.worker} does not take this pool's token",
+                f"{card.worker} refuses this pool's token",
                 "set the same STEMROUTE_SECRET for workers, gateways and this command",
             )
         if answer.status_code != 200:
             raise Broken(
                 f"{card.worker} does not list its blocks: status {answer.status_code}",
-                f"look into the log of {card.worker}",
+                f"see the log of {card.worker}",
             )
         return msgspec.msgpack.decode(answer.content, type=BlockList)
 
@@ -111,14 +114,32 @@ class BusLinks:
             info = await self._client.info("server")
         except (RedisError, OSError, TimeoutError) as error:
             raise Broken(
-                f"Redis cannot be reached ({error})",
-                "start it, or correct host, port and password in STEMROUTE_REDIS_URL",
+                trouble(error),
+                "start it, or correct host, port and password (STEMROUTE_REDIS_URL, "
+                "STEMROUTE_REDIS_PASSWORD)",
             ) from error
         version = str(info.get("valkey_version") or info["redis_version"])
         if int(version.split(".")[0]) < 7:
             raise Broken(f"Redis {version} is too old", "use Redis 7, Valkey 7 or newer")
         self._redis_answers = True
         return f"version {version} answers"
+
+    async def _writes_link(self) -> str:
+        try:
+            await self._redis.set(self._keys.writable, b"1", px=1000)
+        except ResponseError as error:
+            raise Broken(
+                trouble(error),
+                "reports do not get through until Redis takes writes: workers go on serving, but "
+                "gateways no longer learn of their load and caches",
+            ) from error
+        memory = MemoryWatch()
+        with contextlib.suppress(NoPermissionError):
+            memory.look({"evicted_keys": 0}, 0.0)
+            memory.look(await self._redis.info("memory", "stats"), 0.0)
+        if memory.warning:
+            raise Broken(memory.warning, "CONFIG SET maxmemory, or another Redis for this pool")
+        return "Redis takes writes, and evicts nothing"
 
     async def _cards_link(self) -> str:
         for raw in sorted(await self._redis.smembers(self._keys.workers)):
@@ -130,10 +151,10 @@ class BusLinks:
             pools = await self._other_pools()
             others = f"; there are workers in the pools {', '.join(pools)}" if pools else ""
             raise Broken(
-                f"no worker has announced itself in the pool {self._settings.pool!r}{others}",
+                f"no worker is registered in the pool {self._settings.pool!r}{others}",
                 "set the same pool (STEMROUTE_POOL) for workers and gateways"
                 if pools
-                else "start workers with this Redis, and look into their logs",
+                else "start workers with this Redis, and see their logs",
             )
         names = ", ".join(each.worker for each in self._announced)
         return f"{len(self._announced)} in the pool {self._settings.pool!r}: {names}"
@@ -183,7 +204,7 @@ class BusLinks:
                 raise Broken(
                     f"the card of {each.worker} is of epoch {each.card.epoch}, its lease of "
                     f"{each.epoch}",
-                    f"restart {each.worker}: two workers may go by this name",
+                    f"restart {each.worker}: two workers may have this name",
                 )
             key = self._keys.blocks(each.worker, each.epoch)
             told.append(f"{each.worker} {await self._redis.scard(key)} blocks")
@@ -212,7 +233,7 @@ class BusLinks:
         if waiting:
             raise Broken(
                 f"no report of {', '.join(sorted(waiting))} came within {patience_s:g} s",
-                "their processes hang, are gone, or cannot reach Redis: look into their logs",
+                "their processes hang, are gone, or cannot reach Redis: see their logs",
             )
         return f"every worker reports ({heard} reports heard)"
 
@@ -222,9 +243,14 @@ class BusLinks:
             await self.listing(card)
             health = await self._workers.get(f"{card.address}/health")
             if health.status_code != 200:
-                raise Broken(f"{card.worker} is not well: {health.text}", f"restart {card.worker}")
+                raise Broken(f"{card.worker} is unhealthy: {health.text}", f"restart {card.worker}")
+            if unpublished := _bus_trouble(health):
+                raise Broken(
+                    f"{card.worker} cannot publish: {unpublished}",
+                    "its requests are answered; let Redis take its reports",
+                )
             self._reached.add(card.worker)
-        return f"{len(self.usable)} reached and well"
+        return f"{len(self.usable)} reached and healthy"
 
     async def _blocks_link(self) -> str:
         self._need_blocks()
@@ -233,7 +259,7 @@ class BusLinks:
             if differing:
                 raise Broken(
                     f"{differing} blocks that {card.worker} caches are not what Redis has of it",
-                    f"its next whole report mends it; if it stays, restart {card.worker}",
+                    f"its next full report corrects this; if it remains, restart {card.worker}",
                 )
         return "Redis has exactly the blocks that the workers cache"
 
@@ -250,7 +276,7 @@ class BusLinks:
     @property
     def _redis(self) -> aioredis.Redis:
         if self._client is None or not self._redis_answers:
-            raise Skip("Redis is not there")
+            raise Skip("Redis cannot be reached")
         return self._client
 
     async def _other_pools(self) -> list[str]:
@@ -261,7 +287,7 @@ class BusLinks:
 
     def _need_cards(self) -> None:
         if not self._announced:
-            raise Skip("no worker is announced")
+            raise Skip("no worker is registered")
 
     def _need_usable(self) -> None:
         if not self.usable:
@@ -270,6 +296,13 @@ class BusLinks:
     def _need_blocks(self) -> None:
         if not self.usable or len(self._reached) < len(self.usable):
             raise Skip("not every worker was reached")
+
+
+def _bus_trouble(health: httpx.Response) -> str:
+    """Why the worker cannot publish, by its own word; "" where it can."""
+    with contextlib.suppress(ValueError, AttributeError):
+        return str(health.json().get("bus", ""))
+    return ""
 
 
 def _announced(worker: str, fields: dict[bytes, bytes]) -> Announced:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
 from cluster.settings import Settings, SettingsError, load_settings
 from ops.console import Config, fail, out, say
+from ops.gateway_processes import LOG_FORMAT, GatewayProcessError, GatewayProcesses
 from ops.pool_cli import add_commands
+from ops.signals import interrupt_on_signals, until_signal
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,12 +28,12 @@ app = typer.Typer(
 add_commands(app)
 
 Shadow = Annotated[
-    str | None, typer.Option(help="Policies to evaluate without using them, comma-separated.")
+    str | None, typer.Option(help="Shadow policies to evaluate on live traffic, comma-separated.")
 ]
 
 
 def main() -> None:
-    """Entry point: known trouble ends with one sentence, not with a trace."""
+    """Entry point: a known error ends with one sentence instead of a traceback."""
     try:
         app()
     except SettingsError as error:
@@ -49,15 +49,17 @@ def up(
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     host: Annotated[str | None, typer.Option(help="Interface of the gateway.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port of the gateway; 0 for a free one.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the gateway; 0: a free port.")] = None,
     shadow: Shadow = None,
     policy: Annotated[
         str | None, typer.Option(help="Routing policy, such as locality or dynamo:temperature=0.5.")
     ] = None,
     queue: Annotated[
-        int | None, typer.Option(help="Requests that may wait for a ready worker with room.")
+        int | None, typer.Option(help="Size of the admission queue; 0: no queue.")
     ] = None,
-    kv_blocks: Annotated[int | None, typer.Option(help="KV blocks a worker; 0: as fit.")] = None,
+    kv_blocks: Annotated[
+        int | None, typer.Option(help="KV blocks per worker; 0: as many as fit.")
+    ] = None,
     redis_url: Annotated[
         str | None, typer.Option(help="Redis to use instead of an embedded Valkey.")
     ] = None,
@@ -79,7 +81,7 @@ def up(
         "redis_url": redis_url,
     }
     settings = _with_gpus(load_settings(config, flags=flags))
-    _stop_on_signals()
+    interrupt_on_signals()
     try:
         with LocalCluster(settings, say=say) as cluster:
             _say_how_to_use(cluster.url, cluster.settings)
@@ -92,15 +94,15 @@ def up(
 
 @app.command()
 def demo(
-    out_dir: Annotated[Path, typer.Option("--out", help="Where the report goes.")] = Path(
+    out_dir: Annotated[Path, typer.Option("--out", help="Output directory of the report.")] = Path(
         "out/demo"
     ),
 ) -> None:
-    """Compare round_robin with locality on a small real model, on this machine's CPUs."""
+    """Compare round_robin with locality, with a small real model on this machine's CPUs."""
     from ops.demo import demo_settings, loadgen_arguments, measure_rate
     from ops.local import LocalCluster, LocalClusterError
 
-    _stop_on_signals()
+    interrupt_on_signals()
     try:
         with LocalCluster(demo_settings(), say=say) as cluster:
             say("measuring what this machine can do")
@@ -118,16 +120,18 @@ def demo(
 
 @app.command()
 def calibrate(
-    profile: Annotated[Path, typer.Option("--out", help="The profile's file (TOML).")],
+    profile: Annotated[Path, typer.Option("--out", help="Output file of the profile (TOML).")],
     model: Annotated[
         str | None, typer.Option(help="smollm2, a Hugging Face directory or a GGUF file.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     seconds: Annotated[
-        float, typer.Option(min=1.0, help="Steps are measured so long at least.")
+        float, typer.Option(min=1.0, help="Shortest measuring time, in seconds.")
     ] = 60.0,
-    token_budget: Annotated[int | None, typer.Option(help="Tokens of a step at most.")] = None,
-    kv_blocks: Annotated[int | None, typer.Option(help="KV blocks; 0: as fit.")] = None,
+    token_budget: Annotated[
+        int | None, typer.Option(help="Maximum tokens per engine step.")
+    ] = None,
+    kv_blocks: Annotated[int | None, typer.Option(help="KV blocks; 0: as many as fit.")] = None,
     config: Config = None,
 ) -> None:
     """Fit an emulated profile to the steps of a real engine on this machine."""
@@ -189,25 +193,25 @@ def calibrate(
 @app.command()
 def gateway(
     host: Annotated[str | None, typer.Option(help="Interface to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 for a free one.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0: a free port.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Gateway processes that share the port.")
+    ] = None,
     shadow: Shadow = None,
     policy: Annotated[
         str | None, typer.Option(help="Routing policy, such as locality or dynamo:temperature=0.5.")
     ] = None,
     queue: Annotated[
-        int | None, typer.Option(help="Requests that may wait for a ready worker with room.")
+        int | None, typer.Option(help="Size of the admission queue; 0: no queue.")
     ] = None,
     redis_url: Annotated[str | None, typer.Option(help="Redis of the pool.")] = None,
     config: Config = None,
 ) -> None:
     """Run a gateway for the workers of a pool."""
-    import uvloop
-
-    from router.gateway import serve_gateway
-
     flags = {
         "gateway.host": host,
         "gateway.port": port,
+        "gateway.processes": processes,
         "gateway.policy": policy,
         "gateway.shadow": shadow,
         "gateway.queue": queue,
@@ -215,33 +219,39 @@ def gateway(
     }
     settings = load_settings(config, flags=flags)
     _need_redis(settings)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     try:
-        uvloop.run(_until_signal(serve_gateway(settings)))
+        if settings.gateway.processes > 1:
+            _serve_processes(settings)
+        else:
+            _serve_here(settings)
     except OSError as error:
         fail(f"the gateway cannot listen on {settings.gateway.host}: {error}")
-    except ValueError as error:
+    except (ValueError, GatewayProcessError) as error:
         fail(str(error))
 
 
 @app.command()
 def deploy(
-    address: Annotated[str, typer.Option(help="Ray cluster; auto finds this node's.")] = "auto",
+    address: Annotated[
+        str, typer.Option(help="Address of the Ray cluster; auto: the one of this node.")
+    ] = "auto",
     workers: Annotated[int | None, typer.Option(help="Number of workers.")] = None,
     model: Annotated[
         str | None,
         typer.Option(help="smollm2, a Hugging Face directory, a GGUF file or emulated:PROFILE."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    gpus: Annotated[float | None, typer.Option(help="GPUs a worker.")] = None,
+    gpus: Annotated[float | None, typer.Option(help="GPUs per worker.")] = None,
     worker_host: Annotated[
-        str, typer.Option(help="Interface of the workers' servers: gateways must reach it.")
+        str,
+        typer.Option(help="Interface of the workers' servers; gateways must be able to reach it."),
     ] = "0.0.0.0",
     redis_url: Annotated[str | None, typer.Option(help="Redis that all nodes reach.")] = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Drain and end the workers.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Drain and stop the workers.")] = False,
     config: Config = None,
 ) -> None:
-    """Deploy the workers onto a Ray cluster that runs already."""
+    """Deploy the workers onto a running Ray cluster."""
     flags = {
         "serve.replicas": workers,
         "serve.gpus_per_worker": gpus,
@@ -253,24 +263,34 @@ def deploy(
     settings = load_settings(config, flags=flags)
     if not _listens(address):
         fail(f"no Ray cluster at {address}: start one with: ray start --head")
+    _show_ray_token()
     import ray
+    from ray.exceptions import AuthenticationError
 
     from ops.serve_app import remove_application, run_application
 
     try:
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
-    except ConnectionError as error:
-        fail(f"no Ray cluster at {address}: {error}. Start one with: ray start --head")
+    except (ConnectionError, AuthenticationError) as error:
+        fail(
+            f"cannot join the Ray cluster at {address}: {error}. Start one with: ray start --head; "
+            "if it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or copy "
+            "~/.ray/auth_token of its head"
+        )
     try:
         if remove:
-            remove_application()
-            say("the workers have been removed")
+            removed = remove_application()
+            say(
+                "the workers have been removed"
+                if removed
+                else "no workers are deployed on this cluster"
+            )
             return
         _need_redis(settings)
         if not settings.secret:
             say(
-                "note: without STEMROUTE_SECRET whoever reaches a worker's port can use it, and "
-                "whoever reads Redis can test guesses of prompts"
+                "note: without STEMROUTE_SECRET, anyone who reaches a worker's port can use it, "
+                "and anyone who reads Redis can test guesses of prompts"
             )
         run_application(settings)
         say(f"{settings.serve.replicas} workers are ready in the pool {settings.pool!r}")
@@ -281,8 +301,30 @@ def deploy(
         ray.shutdown()
 
 
+def _serve_here(settings: Settings) -> None:
+    import uvloop
+
+    from router.gateway import serve_gateway
+
+    uvloop.run(until_signal(serve_gateway(settings, ready=_say_listening)))
+
+
+def _serve_processes(settings: Settings) -> None:
+    interrupt_on_signals()
+    try:
+        with GatewayProcesses(settings) as processes:
+            _say_listening(processes.url)
+            processes.watch()
+    except KeyboardInterrupt:
+        say("stopped")
+
+
+def _say_listening(url: str) -> None:
+    say(f"the gateway listens on {url}")
+
+
 def _with_gpus(settings: Settings) -> Settings:
-    """On a machine with GPUs `up` gives each worker one, unless the settings say otherwise."""
+    """On a machine with GPUs, `up` gives each worker one, unless the settings say otherwise."""
     import msgspec
 
     if settings.worker.device == "cpu" or settings.serve.gpus_per_worker:
@@ -299,6 +341,17 @@ def _with_gpus(settings: Settings) -> Settings:
     return msgspec.structs.replace(
         settings, serve=msgspec.structs.replace(settings.serve, gpus_per_worker=share)
     )
+
+
+def _show_ray_token() -> None:
+    """Have Ray show this user's token, as it does by itself where it finds the cluster.
+
+    A head that finds a token asks for it, but Ray shows it to no address that is given. To a
+    cluster that asks for none, showing it does no harm.
+    """
+    named = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
+    if named or (Path.home() / ".ray" / "auth_token").exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def _listens(address: str) -> bool:
@@ -329,38 +382,7 @@ def _say_how_to_use(url: str, settings: Settings) -> None:
         markup=False,
     )
     out.print(f"  stemroute status --url {url}", highlight=False, markup=False)
-    out.print(
-        f"  stemroute doctor --url {url} --redis-url {settings.redis_url}",
-        highlight=False,
-        soft_wrap=True,
-        markup=False,
-    )
-
-
-def _stop_on_signals() -> None:
-    """SIGTERM and a closed terminal stop as Ctrl-C does, and that stops also what a shell began in
-    the background, which makes it ignore Ctrl-C. Under `nohup` a closed terminal stops nothing."""
-
-    def interrupt(number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, interrupt)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, interrupt)
-
-
-async def _until_signal(serving: Any) -> None:
-    """Run until it ends by itself or a signal asks for it."""
-    task = asyncio.ensure_future(serving)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
-    try:
-        await task
-    except asyncio.CancelledError:
-        if not task.cancelled():
-            raise
+    out.print(f"  stemroute doctor --url {url}", highlight=False, markup=False)
 
 
 if __name__ == "__main__":

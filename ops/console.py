@@ -1,4 +1,4 @@
-"""How the command `stemroute` speaks: output, messages, failures, and what it asks a gateway."""
+"""Output, messages and errors of the command `stemroute`, and its calls to a gateway."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ops.addresses import base_url, uses_proxy
+
 out = Console() if sys.stdout.isatty() else Console(width=160)
 err = Console(stderr=True)
 
 Config = Annotated[Path | None, typer.Option("--config", help="Settings file (TOML).")]
 AdminKey = Annotated[
-    str, typer.Option(envvar="STEMROUTE_GATEWAY_ADMIN_KEY", help="Key for /admin.")
+    str, typer.Option(envvar="STEMROUTE_GATEWAY_ADMIN_KEY", help="Admin key of the gateway.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Url = Annotated[str, typer.Option(help="Base URL of a gateway.")]
@@ -25,12 +27,12 @@ READ_TIMEOUT_S = 10.0
 
 
 def say(sentence: str) -> None:
-    """Tell what is being done, on standard error."""
+    """Print progress to standard error."""
     err.print(f"[dim]{escape(sentence)}[/dim]", highlight=False, soft_wrap=True)
 
 
 def fail(sentence: str, code: int = 1) -> NoReturn:
-    """End the command with one sentence."""
+    """End the command with an error message of one sentence."""
     err.print(f"[red]stemroute:[/red] {escape(sentence)}", highlight=False, soft_wrap=True)
     raise SystemExit(code)
 
@@ -40,23 +42,25 @@ def ask_gateway(
 ) -> dict[str, Any]:
     """The JSON object of a gateway's `/admin/<path>`: POST where there is a body.
 
-    Ends the command with a sentence where there is no answer or an error. A POST may take as long
-    as it takes (loading weights, say).
+    Ends the command with a message if there is no answer or an error. A POST has no timeout,
+    because loading weights takes long.
     """
+    url = base_url(url)
     headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
     try:
         answer = httpx.request(
             "GET" if body is None else "POST",
-            f"{url.rstrip('/')}/admin/{path}",
+            f"{url}/admin/{path}",
             headers=headers,
             json=body,
             timeout=httpx.Timeout(10, read=READ_TIMEOUT_S if body is None else None),
+            trust_env=uses_proxy(url),
         )
         answer.raise_for_status()
         told: dict[str, Any] = answer.json()
     except httpx.HTTPStatusError as error:
         fail(f"{url} answers {error.response.status_code}: {_reason(error.response)}")
-    except (httpx.HTTPError, ValueError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         fail(f"no gateway answers at {url}: {error}")
     return told
 

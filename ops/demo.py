@@ -35,7 +35,7 @@ PROBE_WORDS = 400
 
 
 def demo_settings() -> Settings:
-    """The local cluster of the demo, on a free port, whatever the environment says of sizes."""
+    """The local cluster of the demo, on a free port, independent of sizes in the environment."""
     return load_settings(
         flags={
             "gateway.port": 0,
@@ -74,7 +74,7 @@ def _probe(url: str, number: int) -> None:
         "temperature": 0,
         "ignore_eos": True,
     }
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300)
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300, trust_env=False)
     answer.raise_for_status()
 
 

@@ -1,10 +1,10 @@
-"""`stemroute doctor`: walk the chain from Redis to a reused prompt and say which link is broken.
+"""`stemroute doctor`: check every link from Redis to a reused prompt and name broken ones.
 
-    redis ─ cards ─ versions ─ digests ─ epochs ─ reports ─ workers ─ blocks
-                                              gateway ─ ready ─ index ─ probe
+    redis ─ writes ─ cards ─ versions ─ digests ─ epochs ─ reports ─ workers ─ blocks
+                                                       gateway ─ ready ─ index ─ probe
 
-Each link is looked at from outside, with the settings of the one who asks: what a gateway or a
-worker believes of itself is compared with what the others see.
+Each link is checked from outside, with the settings of the command: what a gateway or a worker
+reports of itself is compared with what the others see.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.bus import connect
+from cluster.bus import BusKeys
 from cluster.protocol import pool_token
+from cluster.redis_client import connect
 from cluster.settings import Settings
+from ops.addresses import base_url, uses_proxy
 from ops.bus_links import BusLinks
 from ops.gateway_links import GatewayLinks
 from ops.links import HTTP_TIMEOUT_S, Link, LinkState, take
 
 PATIENCE_S = 5.0
-"""What needs a moment to become true (reports, an index) gets so long."""
+"""Time that reports and the index get to become current."""
 
 STYLES: dict[LinkState, str] = {"ok": "green", "broken": "bold red", "skipped": "yellow"}
 
@@ -40,21 +42,26 @@ async def examine(
     """Every link in order.
 
     settings   redis_url, pool, secret and the gateway's keys: as the gateway has them
-    url        base URL of the gateway
-    tell       hears of each link as soon as it is known
+    url        base URL of the gateway; http without a scheme
+    tell       receives each link as soon as it has been checked
     """
+    url = base_url(url)
     token = pool_token(settings.secret)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     async with contextlib.AsyncExitStack() as stack:
         redis = None
         if settings.redis_url:
-            redis = connect(settings.redis_url, timeout_s=patience_s + 2.0)
+            redis = connect(
+                settings.redis_url,
+                timeout_s=patience_s + 2.0,
+                key=BusKeys(settings.pool).workers,
+            )
             stack.push_async_callback(redis.aclose)
         workers = await stack.enter_async_context(
-            httpx.AsyncClient(timeout=HTTP_TIMEOUT_S, headers=headers)
+            httpx.AsyncClient(timeout=HTTP_TIMEOUT_S, headers=headers, trust_env=False)
         )
         client = await stack.enter_async_context(
-            httpx.AsyncClient(timeout=HTTP_TIMEOUT_S, base_url=url.rstrip("/"))
+            httpx.AsyncClient(timeout=HTTP_TIMEOUT_S, base_url=url, trust_env=uses_proxy(url))
         )
         bus = BusLinks(settings, redis, workers, patience_s)
         gateway = GatewayLinks(settings.gateway, client, bus, patience_s)
@@ -73,14 +80,14 @@ def healthy(links: Iterable[Link]) -> bool:
 
 
 def links_table(links: Iterable[Link]) -> RenderableType:
-    """The links with what was found, and the mend below each broken one."""
+    """The links with their findings, and the fix below each broken one."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column("link", no_wrap=True)
     table.add_column("state", no_wrap=True)
     table.add_column("found")
     for link in links:
         found: RenderableType = Text(link.found)
-        if link.mend:
-            found = Group(Text(link.found), Text(f"mend: {link.mend}", style="bold"))
+        if link.fix:
+            found = Group(Text(link.found), Text(f"fix: {link.fix}", style="bold"))
         table.add_row(link.name, Text(link.state, style=STYLES[link.state]), found)
     return table

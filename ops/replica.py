@@ -27,10 +27,11 @@ class WorkerReplica:
         await self._server.start()
 
     async def check_health(self) -> None:
-        """Raises where the worker cannot serve, with the reason; Ray then replaces it."""
-        problem = self._server.service.problem()
-        if problem:
-            raise RuntimeError(problem)
+        """Raises where the worker has to be replaced, with the reason. One that drains or loads
+        other weights goes on."""
+        failure = self._server.service.failure()
+        if failure:
+            raise RuntimeError(failure)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve's autoscaler scales by: its own request counts are always 0 here."""

@@ -1,7 +1,7 @@
 """The Ray Serve application: one deployment, whose replicas are the workers.
 
-Used in three ways: by `stemroute up` on a Ray of its own, by `stemroute deploy` on a Ray cluster
-that runs already, and from a Serve configuration file (as the Helm chart writes it):
+Used in three ways: by `stemroute up` on a Ray of its own, by `stemroute deploy` on a running Ray
+cluster, and from a Serve configuration file (as the Helm chart writes it):
 
     applications:
       - name: stemroute
@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 from ray import serve
 from ray.serve import Application
+from ray.serve.exceptions import RayServeException
 
 from cluster.settings import Settings, flat_settings, load_settings
 from ops.replica import WorkerReplica
@@ -72,6 +73,10 @@ def _reason() -> str:
     return lines[-1] if lines else ""
 
 
-def remove_application() -> None:
-    """Drain and end the workers."""
-    serve.delete(APPLICATION)
+def remove_application() -> bool:
+    """Drain and stop the workers. Returns False if Serve does not run."""
+    try:
+        serve.delete(APPLICATION)
+    except RayServeException:
+        return False
+    return True

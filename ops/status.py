@@ -1,4 +1,4 @@
-"""What `stemroute status` prints: the workers as a gateway sees them, and their caches."""
+"""Output of `stemroute status`: the workers and their caches as a gateway sees them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def status_table(fleet: dict[str, Any]) -> RenderableType:
             style = "red"
         table.add_row(
             worker["worker"],
-            Text(worker["state"], style="green" if worker["state"] == "ready" else "yellow"),
+            _state(worker),
             worker["model"],
             worker["device"],
             str(worker["running"]),
@@ -51,11 +51,26 @@ def status_table(fleet: dict[str, Any]) -> RenderableType:
                 f"{bus['disagreements']} disagreements, {bus['repairs']} repairs"
             )
         )
+    lines += [Text(encoder_line(encoder)) for encoder in fleet["encoders"]]
+    if bus["warning"]:
+        lines.append(Text(bus["warning"], style="yellow"))
     lines += [
         Text(f"refused: {worker}: {reason}", style="red")
         for worker, reason in fleet["refused"].items()
     ]
     return Group(*lines)
+
+
+def _state(worker: dict[str, Any]) -> Text:
+    if worker["kept"]:
+        return Text(f"{worker['state']}, last report {worker['report_age_s']:.0f} s ago", "yellow")
+    return Text(worker["state"], style="green" if worker["state"] == "ready" else "yellow")
+
+
+def encoder_line(encoder: dict[str, Any]) -> str:
+    """The library that encodes the prompts of a model, with the reason if it is the slower one."""
+    line = f"{encoder['model']}: prompts are encoded by {encoder['library']} {encoder['version']}"
+    return f"{line}, because {encoder['reason']}" if encoder["reason"] else line
 
 
 def cache_table(cache: dict[str, Any]) -> RenderableType:
@@ -98,14 +113,14 @@ def cache_table(cache: dict[str, Any]) -> RenderableType:
         )
     tiers = [Text(_tiers_line(w["worker"], w["tiers"])) for w in cache["workers"] if w.get("tiers")]
     silent = [
-        Text(f"no word of its cache from {worker}: {reason}", style="yellow")
+        Text(f"no cache statistics from {worker}: {reason}", style="yellow")
         for worker, reason in cache["silent"].items()
     ]
     return Group(table, *tiers, *silent)
 
 
 def _tiers_line(worker: str, tiers: dict[str, Any]) -> str:
-    """What a worker's cold tiers hold and gave back."""
+    """Contents and use of a worker's cold tiers."""
     line = f"{worker}: cold tiers:"
     for name, title in (("cpu", "host memory"), ("disk", "disk")):
         if tiers[f"{name}_capacity_blocks"]:
@@ -115,5 +130,5 @@ def _tiers_line(worker: str, tiers: dict[str, Any]) -> str:
             )
     return (
         f"{line} {tiers['loads']} loads, {tiers['failed_loads']} of them cut short, "
-        f"{tiers['declined_loads']} times computing was quicker"
+        f"{tiers['declined_loads']} times computing was faster"
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 
 import aiohttp
 import msgspec
@@ -11,7 +12,8 @@ import msgspec
 from cluster.bus_status import BusStatus
 from cluster.protocol import HEADER_EXPLAIN, HEADER_REQUEST_ID, RequestError, WorkerState
 from router.dispatch import Dispatcher
-from router.edge import Route, json_response
+from router.edge import Route, admin_body, json_response
+from router.encoding import EncoderInfo
 from router.fleet import Fleet
 from router.http_messages import Request, Response
 from router.policies import PolicyError, available, parse_policy
@@ -20,11 +22,11 @@ from router.recent_decisions import MOST_DECISIONS
 from router.shadow import ShadowView
 
 FLUSH_TIMEOUT_S = 10.0
-"""For every worker to flush, and for the new epochs to arrive over the bus."""
+"""Time for every worker to flush and for the new epochs to arrive over the bus."""
 
 
 class PolicyAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The policy of the moment, and the names of all."""
+    """The current policy, and the names of all policies."""
 
     policy: str
     available: list[str]
@@ -37,7 +39,7 @@ class PolicyChange(msgspec.Struct, frozen=True):
 
 
 class FlushAnswer(msgspec.Struct, frozen=True):
-    """Every worker's new epoch."""
+    """The new epoch of every worker."""
 
     workers: dict[str, int]
 
@@ -56,11 +58,15 @@ class ShadowAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BusView(msgspec.Struct, frozen=True, kw_only=True):
-    """How following the bus goes; `stale` and `reason` as `index` in `/ready`."""
+    """State of the bus follower; `stale` and `reason` are those of `index` in `/ready`.
+
+    warning   a problem of the bus, in words; "" where there is none
+    """
 
     connected: bool
     stale: bool
     reason: str
+    warning: str
     reports: int
     gaps: int
     disagreements: int
@@ -68,11 +74,13 @@ class BusView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker as this gateway sees it; the load counts own requests on their way to it.
+    """One worker as this gateway sees it. The load includes requests that this gateway has sent.
 
-    indexed_blocks   blocks of it in this gateway's index; `cached_blocks` is its own word
-    dropped_blocks   blocks of it that the bounded index had no room for
+    indexed_blocks   its blocks in this gateway's index; `cached_blocks` is from its report
+    dropped_blocks   its blocks that the index dropped because it was full
     routed           requests sent to it since it appeared
+    report_age_s     seconds since its last report; None before the first
+    kept             its lease has expired, but it answers directly
     """
 
     worker: str
@@ -92,13 +100,16 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     dropped_blocks: int
     routed: int
     block_size: int
+    report_age_s: float | None
+    kept: bool
 
 
 class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of `GET /admin/fleet`.
 
-    refused       worker -> the reason why it is not used
-    disagreeing   worker -> how what it publishes differs from what it says that it caches
+    refused       worker -> why it is not used
+    disagreeing   worker -> how its reports differ from the blocks that it has published
+    encoders      the library that encodes, for each tokenizer that requests have used
     """
 
     pool: str
@@ -108,7 +119,23 @@ class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     bus: BusView
     refused: dict[str, str]
     disagreeing: dict[str, str]
+    encoders: list[EncoderInfo]
     workers: list[WorkerView]
+
+
+@contextlib.asynccontextmanager
+async def _flush_timeout() -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(FLUSH_TIMEOUT_S):
+            yield
+    except TimeoutError as error:
+        raise RequestError(
+            f"not every worker began a new epoch within {FLUSH_TIMEOUT_S:g} s: see "
+            "/admin/fleet and /ready for workers that do not report",
+            status=504,
+            type="server_error",
+            code="flush_timeout",
+        ) from error
 
 
 class Admin:
@@ -121,17 +148,19 @@ class Admin:
         dispatcher: Dispatcher,
         session: aiohttp.ClientSession,
         bus: Callable[[], BusStatus],
+        encoders: Callable[[], list[EncoderInfo]],
     ) -> None:
         self._pool = pool
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._session = session
         self._bus = bus
+        self._encoders = encoders
         self._changed = asyncio.Event()
-        fleet.listener = self._changed.set
+        fleet.changed.subscribe(self._changed.set)
 
     def routes(self) -> list[Route]:
-        """What to serve."""
+        """The routes."""
         return [
             Route("GET", "/admin/policy", self.get_policy),
             Route("POST", "/admin/policy", self.set_policy),
@@ -147,45 +176,33 @@ class Admin:
         )
 
     async def set_policy(self, request: Request) -> Response:
+        change = admin_body(request.body, PolicyChange, '{"policy": "NAME"}', "policy")
         try:
-            change = msgspec.json.decode(request.body, type=PolicyChange)
             self._dispatcher.policy = parse_policy(change.policy)
-        except msgspec.MsgspecError as error:
-            raise RequestError(
-                f'the body must be of the form {{"policy": "NAME"}}: {error}', param="policy"
-            ) from error
         except PolicyError as error:
             raise RequestError(str(error), param="policy", code="unknown_policy") from error
         return await self.get_policy(request)
 
     async def flush(self, request: Request) -> Response:
-        """Flush every worker, and wait until this gateway's index knows it."""
-        try:
-            async with asyncio.timeout(FLUSH_TIMEOUT_S):
-                epochs = dict(
-                    await asyncio.gather(
-                        *(
-                            self._flush_worker(member.card.worker, member.card.address)
-                            for member in self._fleet.members()
-                            if member.state in ("ready", "draining")
-                        )
+        """Flush every worker, and wait until this gateway's index has the new epochs."""
+        async with _flush_timeout():
+            epochs = dict(
+                await asyncio.gather(
+                    *(
+                        self._flush_worker(member.card.worker, member.card.address)
+                        for member in self._fleet.members()
+                        if member.state in ("ready", "draining")
                     )
                 )
-                while True:
-                    # cleared before looking: a change in between is not missed
-                    self._changed.clear()
-                    if not self._outdated(epochs):
-                        break
-                    await self._changed.wait()
-        except TimeoutError as error:
-            raise RequestError(
-                f"not every worker began a new epoch within {FLUSH_TIMEOUT_S:g} s: see "
-                "/admin/fleet and /ready for those that do not report",
-                status=504,
-                type="server_error",
-                code="flush_timeout",
-            ) from error
+            )
+            await self._know(epochs)
         return json_response(FlushAnswer(epochs))
+
+    async def await_flush(self, request: Request) -> Response:
+        """Wait until this gateway's index has the epochs of the FlushAnswer in the body."""
+        async with _flush_timeout():
+            await self._know(msgspec.json.decode(request.body, type=FlushAnswer).workers)
+        return json_response({})
 
     async def get_fleet(self, request: Request) -> Response:
         return json_response(self.view())
@@ -197,9 +214,9 @@ class Admin:
         kept = self._dispatcher.recent.find(request.argument)
         if kept is None:
             raise RequestError(
-                f"no decision on {request.argument!r} is kept: send requests to this gateway with "
-                f"`{HEADER_EXPLAIN}: 1` and ask for the `{HEADER_REQUEST_ID}` of the answer; the "
-                f"latest {MOST_DECISIONS:,} are there",
+                f"no decision is kept for the request {request.argument!r}: send requests with the "
+                f"header `{HEADER_EXPLAIN}: 1` and ask for the response's `{HEADER_REQUEST_ID}`; "
+                f"this gateway keeps the latest {MOST_DECISIONS:,}",
                 status=404,
                 code="decision_not_kept",
             )
@@ -218,6 +235,7 @@ class Admin:
                 connected=status.connected,
                 stale=index.stale,
                 reason=index.reason,
+                warning=status.warning,
                 reports=status.reports,
                 gaps=status.gaps,
                 disagreements=status.disagreements,
@@ -225,10 +243,11 @@ class Admin:
             ),
             refused={**status.refused, **fleet.refused()},
             disagreeing=disagreeing(fleet, status),
-            workers=self._workers(),
+            encoders=self._encoders(),
+            workers=self._workers(status),
         )
 
-    def _workers(self) -> list[WorkerView]:
+    def _workers(self, status: BusStatus) -> list[WorkerView]:
         views = []
         for member in self._fleet.members():
             card, load = member.card, self._fleet.load_of(member)
@@ -251,12 +270,23 @@ class Admin:
                     dropped_blocks=self._fleet.index.dropped(member.slot),
                     routed=member.routed,
                     block_size=card.namespace.block_size,
+                    report_age_s=status.report_ages_s.get(card.worker),
+                    kept=card.worker in status.kept,
                 )
             )
         return views
 
+    async def _know(self, epochs: dict[str, int]) -> None:
+        """Wait until the index has every worker's new epoch."""
+        while True:
+            # cleared before the check, so that no change is missed
+            self._changed.clear()
+            if not self._outdated(epochs):
+                return
+            await self._changed.wait()
+
     def _outdated(self, epochs: dict[str, int]) -> list[str]:
-        """Workers that are here and whose new epoch is not yet known."""
+        """Present workers whose new epoch has not arrived yet."""
         return [
             member.card.worker
             for member in self._fleet.members()

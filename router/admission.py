@@ -1,252 +1,298 @@
-"""Who may start now, and who waits at the gateway.
+"""When a request starts: at once, or after a wait in the gateway's admission queue.
 
-Without a queue a request for which no worker has a free block is refused with 429, and one whose
-model has no ready worker with 503. With one, a request waits here while no worker is ready or has
-room for its prompt, instead of at a worker that may not be the best one by the time it starts.
+Without a queue, a request is refused with 429 if no worker has a free block, and with 503 if no
+worker of its model is ready. With a queue, it waits here until a worker is ready and has room for
+its prompt, instead of at a worker that may no longer be the best one when it starts.
 
-A request keeps its place from its arrival on. Where no worker is ready then, it is not hashed yet:
+A request keeps one position in the queue from its arrival on:
 
-    arrives ──ready──▶ a worker is ready ──(is hashed)──place──▶ is the first, and there is room
+    wait_for_worker ──a worker is ready──▶ (tokenise) ──place──▶ first in line, and room: placed
+            ▲                                                       │
+            └────── the workers that it was hashed for are gone ────┘
 
-It keeps it also where it must be hashed anew, because others have replaced the workers for which it
-was hashed (`Outdated`).
+Requests of a model leave in order of arrival, after an event that may have made room: a report, the
+end of a request, a worker that became ready. A request that is being tokenised blocks those behind
+it.
 
-Requests are released in order of arrival, when something happens that may have made room: a
-report, the end of a request, a worker that is ready. One that is being hashed holds up those
-behind it, for the milliseconds that this takes.
+Nothing here waits or reads a clock: the gateway passes its event loop as the scheduler, a
+simulation passes its virtual clock.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from functools import partial
+from typing import Protocol, Self
 
 from cluster.protocol import RequestError
 from router.dispatch import Dispatcher, NoRoom, Placement
 from router.edge import no_ready_worker
+from router.fleet import Fleet
 from router.tokenization import Prompt
 
+Told = Placement | RequestError | None
+"""How a wait ends: placed, refused, or None: check again which workers are ready, and hash the
+prompt for them."""
 
-class Outdated(Exception):
-    """The prompt was hashed for workers that have been replaced by others since: hash it anew."""
+Tell = Callable[[Told], None]
 
 
-class _Waiting:
-    """A request in the queue; `placed` gets its place, or None where it must be hashed anew.
+class Timer(Protocol):
+    """A call that has been scheduled."""
 
-    prompt     None until it was hashed, or while it must be hashed anew
-    deadline   of the event loop's clock
+    def cancel(self) -> None:
+        """Cancel the call; no effect if it was made."""
+
+
+class Scheduler(Protocol):
+    """Makes calls later; an asyncio event loop is one. Delays are in seconds."""
+
+    def call_soon(self, callback: Callable[[], object], /) -> Timer: ...
+
+    def call_later(self, delay_s: float, callback: Callable[[], object], /) -> Timer: ...
+
+
+class Ticket:
+    """One request, from its arrival to its end: a position in the queue, then a booking at a
+    worker. `close` (or the end of its `with` block) releases both.
+
+    placement   where the request is booked; None without a booking
+
+    `wait_for_worker` and `place` call `tell` exactly once, immediately or later, unless the ticket
+    is closed first. At most one of them may be pending.
     """
 
-    __slots__ = ("deadline", "model", "placed", "prompt", "request_id")
+    __slots__ = (
+        *("model", "placement", "request_id"),
+        *("_admission", "_is_late", "_prompt", "_tell", "_timer"),
+    )
 
-    def __init__(
-        self, model: str, prompt: Prompt | None, request_id: str, timeout_s: float
-    ) -> None:
-        loop = asyncio.get_running_loop()
+    def __init__(self, admission: Admission, model: str, request_id: str) -> None:
         self.model = model
-        self.prompt = prompt
         self.request_id = request_id
-        self.deadline = loop.time() + timeout_s
-        self.placed: asyncio.Future[Placement | None] = loop.create_future()
+        self.placement: Placement | None = None
+        self._admission = admission
+        self._is_late = False
+        self._prompt: Prompt | None = None  # None: the prompt must be hashed first
+        self._tell: Tell | None = None
+        self._timer: Timer | None = None  # while it is in the queue
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def wait_for_worker(self, tell: Tell) -> None:
+        """Wait until a worker of the model is ready. Tells None, or a RequestError (404, 503)
+        if the request may not wait or its time is up."""
+        admission, model = self._admission, self.model
+        if admission._is_ready(model):
+            tell(None)
+        elif admission._is_expected(model):
+            admission._wait(self, None, tell)
+        else:
+            tell(no_worker(admission._fleet, model))
+
+    def place(self, prompt: Prompt, tell: Tell) -> None:
+        """Book the request at a worker that has room. Tells the placement, None, or a RequestError
+        (429, 503) if the request may not wait or its time is up."""
+        admission, model = self._admission, self.model
+        if self._timer is not None or self._is_late or model in admission._queues:
+            admission._wait(self, prompt, tell)
+            return
+        try:
+            self.placement = admission._dispatcher.place(model, prompt, self.request_id)
+        except NoRoom:
+            admission._wait(self, prompt, tell)
+        else:
+            tell(self.placement)
+
+    def move(self, prompt: Prompt, tried: Collection[str]) -> Placement | None:
+        """Replace the booking by one at a worker that was not `tried`; None if there is none.
+
+        A retry never waits in the queue.
+        """
+        dispatcher = self._admission._dispatcher
+        former, self.placement = self.placement, None
+        if former is not None:
+            dispatcher.fleet.release(former.booking)
+        with suppress(NoRoom):
+            self.placement = dispatcher.place(self.model, prompt, self.request_id, tried)
+        return self.placement
+
+    def close(self) -> None:
+        """The request has ended, whatever its outcome."""
+        self._tell = None
+        self._admission._leave(self)
+        placement, self.placement = self.placement, None
+        self._admission._dispatcher.ended(self.request_id, placement)
+
+    def _told(self, told: Told) -> None:
+        tell, self._tell = self._tell, None
+        if tell is not None:
+            tell(told)
 
 
 class Admission:
-    """Places requests, or lets them wait. Owner of the queue; use it in the event loop only.
+    """The admission queue. Not thread-safe.
 
-    limit      requests that may wait; 0: none does
-    timeout_s  for so long at most, from their arrival
+    limit      most requests that may wait
+    timeout_s  longest wait, from when the request enters the queue
     """
 
-    def __init__(self, dispatcher: Dispatcher, limit: int, timeout_s: float) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, scheduler: Scheduler, limit: int, timeout_s: float
+    ) -> None:
+        self.waiting = 0
         self._dispatcher = dispatcher
+        self._fleet = dispatcher.fleet
+        self._scheduler = scheduler
         self._limit = limit
         self._timeout_s = timeout_s
-        self._queues: dict[str, deque[_Waiting]] = {}
-        self._waiting: dict[str, _Waiting] = {}
-        self._ready: dict[str, asyncio.Event] = {}
-        self._looking: asyncio.Handle | None = None
-        self._looking_later: asyncio.TimerHandle | None = None
-        if limit:
-            dispatcher.holds_back = True
-            dispatcher.fleet.on_room = self._look_soon
+        self._queues: dict[str, dict[Ticket, None]] = {}
+        self._unready: set[str] = set()  # models with requests that wait for a worker
+        self._looking: Timer | None = None
+        self._looking_later: Timer | None = None
+        self._unsubscribe = self._fleet.room.subscribe(self._look_soon)
 
-    @property
-    def waiting(self) -> int:
-        """Requests that wait now."""
-        return len(self._waiting)
+    def ticket(self, model: str, request_id: str) -> Ticket:
+        """A ticket for a request that has arrived. The caller closes it."""
+        return Ticket(self, model, request_id)
 
     def close(self) -> None:
-        """Stop looking for room. Whoever still waits does so until its timeout."""
-        self._dispatcher.fleet.on_room = _ignore
-        for handle in (self._looking, self._looking_later):
-            if handle is not None:
-                handle.cancel()
+        """Stop placing requests. Those in the queue wait until their timeout."""
+        self._unsubscribe()
+        for timer in (self._looking, self._looking_later):
+            if timer is not None:
+                timer.cancel()
 
-    async def ready(self, model: str, request_id: str) -> None:
-        """Return once a worker of `model` may serve; at once where waiting for one is in vain.
-
-        In vain: without a queue, and for a model that has no workers and has had none for as long
-        as a request may wait. Whoever waited keeps its place until `place` or `leave`.
-        Raises RequestError (503) where the request may not wait, or not longer.
-        """
-        while not self._is_ready(model) and self._is_expected(model):
-            waiting = self._waiting.get(request_id) or self._enter(model, None, request_id)
-            try:
-                async with asyncio.timeout_at(waiting.deadline):
-                    await self._ready.setdefault(model, asyncio.Event()).wait()
-            except TimeoutError as error:
-                raise self._waited(model) from error
-
-    async def place(
-        self, model: str, prompt: Prompt, request_id: str, excluded: Collection[str] = ()
-    ) -> Placement | None:
-        """A place for the request, booked; the caller releases it. None where no worker may serve.
-
-        A repeated attempt, which has workers `excluded`, has waited already and never does again.
-        Raises RequestError (429, 503) where every worker is full or none is ready and the request
-        may not wait, or not longer; Outdated where it has waited with another prompt than the
-        workers know by now.
-        """
-        waiting = self._waiting.get(request_id)
-        if excluded or (waiting is None and model not in self._queues):
-            try:
-                placement = self._dispatcher.place(model, prompt, request_id, excluded)
-                if placement is not None or excluded or not self._would_wait(model, prompt):
-                    return placement
-            except NoRoom:
-                if excluded:
-                    return None
-        if waiting is None:
-            waiting = self._enter(model, prompt, request_id)
-        waiting.prompt = prompt
-        self._look_soon()
-        try:
-            async with asyncio.timeout_at(waiting.deadline):
-                placement = await waiting.placed
-        except TimeoutError as error:
-            self._forget(waiting)
-            raise self._waited(model) from error
-        except asyncio.CancelledError:
-            self._forget(waiting)
-            raise
-        if placement is None:
-            raise Outdated
-        return placement
-
-    def leave(self, request_id: str) -> None:
-        """The request has ended, however: it waits no more."""
-        waiting = self._waiting.get(request_id)
-        if waiting is not None:
-            self._forget(waiting)
-
-    def _is_ready(self, model: str) -> bool:
-        group = self._dispatcher.fleet.group(model)
-        return group is not None and bool(group.mask)
-
-    def _is_expected(self, model: str) -> bool:
-        """Whether it makes sense to wait for a worker of `model`."""
-        if not self._limit:
-            return False
-        fleet = self._dispatcher.fleet
-        absent_s = fleet.groups.absent_s(model)
-        return fleet.group(model) is not None if absent_s is None else absent_s < self._timeout_s
-
-    def _would_wait(self, model: str, prompt: Prompt) -> bool:
-        """Whether a request that found no worker waits for one."""
-        return self._is_expected(model) and not self._dispatcher.outdated(model, prompt)
-
-    def _enter(self, model: str, prompt: Prompt | None, request_id: str) -> _Waiting:
-        """The last place in the queue. Raises RequestError where there is none."""
-        if self.waiting >= self._limit:
-            raise _full(model, self._limit, is_ready=self._is_ready(model))
-        waiting = _Waiting(model, prompt, request_id, self._timeout_s)
-        self._queues.setdefault(model, deque()).append(waiting)
-        self._waiting[request_id] = waiting
-        self._look_soon()  # a suspect may be trusted again without a report
-        return waiting
-
-    def _waited(self, model: str) -> RequestError:
-        if self._is_ready(model):
-            return _no_room(
-                f"no worker of the model `{model}` had room for the prompt within "
-                f"{self._timeout_s:g} s"
-            )
-        return no_ready_worker(
-            f"no worker of the model `{model}` became ready within {self._timeout_s:g} s"
-        )
-
-    def _forget(self, waiting: _Waiting) -> None:
-        """The request is given up. It may have got its place in this very moment."""
-        placed = waiting.placed
-        if placed.done() and not placed.cancelled():
-            placement = placed.result()
-            if placement is not None:
-                self._dispatcher.fleet.release(placement.booking)
+    def _wait(self, ticket: Ticket, prompt: Prompt | None, tell: Tell) -> None:
+        """Wait in the queue: at the ticket's position, or at the end if it has none."""
+        model = ticket.model
+        if ticket._is_late:
+            tell(self._timed_out(model))
             return
-        if self._waiting.pop(waiting.request_id, None) is not None:
-            queue = self._queues[waiting.model]
-            queue.remove(waiting)
-            if not queue:
-                del self._queues[waiting.model]
-        self._look_soon()  # those behind may need less
+        if ticket._timer is None:
+            if self.waiting >= self._limit:
+                tell(self._full(model))
+                return
+            expire = partial(self._expire, ticket)
+            ticket._timer = self._scheduler.call_later(self._timeout_s, expire)
+            self._queues.setdefault(model, {})[ticket] = None
+            self.waiting += 1
+        ticket._prompt, ticket._tell = prompt, tell
+        if prompt is None:
+            self._unready.add(model)
+        self._look_soon()  # a suspect may become a candidate again without a report
+
+    def _leave(self, ticket: Ticket) -> None:
+        if ticket._timer is not None:
+            self._remove(ticket)
+            self._look_soon()  # those behind may need less room
+
+    def _remove(self, ticket: Ticket) -> None:
+        if ticket._timer is not None:
+            ticket._timer.cancel()
+            ticket._timer = None
+        queue = self._queues[ticket.model]
+        del queue[ticket]
+        if not queue:
+            del self._queues[ticket.model]
+        self.waiting -= 1
+
+    def _expire(self, ticket: Ticket) -> None:
+        """Its time is up. A request that is being tokenised is told afterwards."""
+        ticket._is_late = True
+        self._leave(ticket)
+        ticket._told(self._timed_out(ticket.model))
 
     def _look_soon(self) -> None:
-        """Look once for all that happens in this turn of the loop."""
+        """Check the queue once for all events of this turn of the loop."""
         if self._queues and self._looking is None:
-            self._looking = asyncio.get_running_loop().call_soon(self._look)
+            self._looking = self._scheduler.call_soon(self._look)
 
     def _look(self) -> None:
         self._looking = None
         for model in list(self._queues):
-            queue = self._queues[model]
-            if self._is_ready(model) and model in self._ready:
-                self._ready.pop(model).set()
-            while queue and self._settle(queue[0]):
-                del self._waiting[queue.popleft().request_id]
-            if not queue:
-                del self._queues[model]
+            if model in self._unready and self._is_ready(model):
+                self._unready.discard(model)
+                for ticket in list(self._queues[model]):
+                    if ticket._prompt is None:
+                        ticket._told(None)
+            while (queue := self._queues.get(model)) and self._place_first(next(iter(queue))):
+                pass
         if self._looking_later is not None:
             self._looking_later.cancel()
             self._looking_later = None
-        back_s = self._dispatcher.fleet.next_return_s()
+        back_s = self._fleet.next_return_s()
         if self._queues and back_s is not None:
-            self._looking_later = asyncio.get_running_loop().call_later(back_s, self._look_soon)
+            self._looking_later = self._scheduler.call_later(back_s, self._look_soon)
 
-    def _settle(self, waiting: _Waiting) -> bool:
-        """Whether the request need not wait any longer."""
-        if waiting.placed.done():
-            return True
-        if waiting.prompt is None:
-            return False  # it is being hashed, or waits for a worker that is ready
+    def _place_first(self, ticket: Ticket) -> bool:
+        """Try to place the first request of a queue; whether it has left the queue."""
+        prompt = ticket._prompt
+        if prompt is None:
+            return False  # it waits for a ready worker, or is being tokenised
         try:
-            placement = self._dispatcher.place(waiting.model, waiting.prompt, waiting.request_id)
+            placement = self._dispatcher.place(ticket.model, prompt, ticket.request_id)
         except NoRoom:
             return False
-        if placement is None:  # no worker is ready; one may come
-            if self._dispatcher.outdated(waiting.model, waiting.prompt):
-                waiting.prompt = None
-                waiting.placed.set_result(None)
-                waiting.placed = asyncio.get_running_loop().create_future()
+        if placement is None:
+            if self._is_ready(
+                ticket.model
+            ):  # the workers that it was hashed for have been replaced
+                ticket._prompt = None
+                ticket._told(None)
             return False
-        waiting.placed.set_result(placement)
+        ticket.placement = placement
+        self._remove(ticket)
+        ticket._told(placement)
         return True
 
+    def _is_ready(self, model: str) -> bool:
+        group = self._fleet.group(model)
+        return group is not None and bool(group.mask)
 
-def _full(model: str, limit: int, *, is_ready: bool) -> RequestError:
-    waiting = f", and {limit} requests wait already" if limit else ""
-    if not is_ready:
-        return no_ready_worker(f"no worker of the model `{model}` is ready{waiting}")
-    lacks = "room for the prompt" if limit else "a free KV block"
-    return _no_room(f"no worker of the model `{model}` has {lacks}{waiting}")
+    def _is_expected(self, model: str) -> bool:
+        """Whether a worker of `model` may become ready within `timeout_s`."""
+        if not self._limit:
+            return False
+        absent_s = self._fleet.groups.absent_s(model)
+        if absent_s is None:
+            return self._fleet.group(model) is not None
+        return absent_s < self._timeout_s
+
+    def _timed_out(self, model: str) -> RequestError:
+        within = f"within {self._timeout_s:g} s"
+        if self._is_ready(model):
+            return _no_room(f"no worker of the model `{model}` had room for the prompt {within}")
+        return no_ready_worker(f"no worker of the model `{model}` became ready {within}")
+
+    def _full(self, model: str) -> RequestError:
+        waiting = f", and {self._limit} requests are waiting already" if self._limit else ""
+        if not self._is_ready(model):
+            return no_ready_worker(f"no worker of the model `{model}` is ready{waiting}")
+        lacks = "room for the prompt" if self._limit else "a free KV block"
+        return _no_room(f"no worker of the model `{model}` has {lacks}{waiting}")
+
+
+def no_worker(fleet: Fleet, model: str) -> RequestError:
+    """The refusal of a request for a model without a ready worker: 404 or 503."""
+    known = fleet.known_models()
+    if known and model not in known:
+        names = ", ".join(f"`{name}`" for name in known)
+        return RequestError(
+            f"the model `{model}` does not exist here: send one of {names}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+    return no_ready_worker(f"no worker of the model `{model}` is ready")
 
 
 def _no_room(found: str) -> RequestError:
     return RequestError(
-        f"{found}: try again in a moment", status=429, type="rate_limit_error", code="no_room"
+        f"{found}: retry in a moment", status=429, type="rate_limit_error", code="no_room"
     )
-
-
-def _ignore() -> None:
-    return None

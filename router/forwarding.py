@@ -1,13 +1,10 @@
-"""From the gateway to a worker and back: post, stream through, retry, cancel.
-
-A request may be tried at another worker as long as nothing was sent to the client. What a
-worker's status says concerns this request only: no status keeps a worker from the next one.
-"""
+"""One attempt of a request at one worker: send it, relay the response or return the failure."""
 
 from __future__ import annotations
 
 import logging
-import time
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -23,13 +20,8 @@ from cluster.protocol import (
     GenerateRequest,
     RequestError,
 )
-from cluster.settings import GatewaySettings
-from router.admission import Admission
-from router.dispatch import Dispatcher, Placement
-from router.edge import no_ready_worker
-from router.http_messages import Request, Response
-from router.metrics import Metrics
-from router.tokenization import Prompt
+from router.dispatch import Placement
+from router.http_messages import Request, Response, Stream
 from router.worker_connections import (
     WorkerAnswer,
     WorkerConnections,
@@ -42,27 +34,44 @@ log = logging.getLogger(__name__)
 EVENT_END = b"\n\n"
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
+Reason = Literal["connect", "full", "unavailable", "failed", "dropped", "timeout"]
+_REASONS: dict[int, Reason] = {429: "full", 503: "unavailable"}
 
-class _TryElsewhere(Exception):
-    """An attempt failed before anything was sent. `error` is the answer if it was the last."""
 
-    def __init__(self, reason: str, error: RequestError) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.error = error
+class Answered(NamedTuple):
+    """The worker responded, or refused a request that no worker would accept.
+
+    response      for the client; None if it was sent as a stream
+    broken_off    the stream ended with an error event because the worker was lost
+    """
+
+    response: Response | None
+    broken_off: bool = False
+
+
+class Failed(NamedTuple):
+    """The attempt failed, and nothing was sent to the client.
+
+    reason   connect: the worker cannot be reached. full, unavailable, failed: it answered 429, 503,
+             another status. dropped: the connection ended early. timeout: no response began
+    error    for the client if there is no other attempt
+    """
+
+    reason: Reason
+    error: RequestError
 
 
 class EventBuffer:
-    """Passes whole server-sent events on and holds back the beginning of one that is not whole.
+    """Passes complete server-sent events on and buffers an incomplete one.
 
-    So a client never sees half an event, even where a worker dies in the midst of it.
+    So a client never receives half an event, even if the worker dies while it sends one.
     """
 
     def __init__(self) -> None:
         self._begun = b""
 
     def feed(self, chunk: bytes) -> bytes:
-        """The whole events that are there after `chunk`, unchanged."""
+        """The complete events after `chunk`, unchanged."""
         if not self._begun and chunk.endswith(EVENT_END):
             return chunk
         data = self._begun + chunk
@@ -72,205 +81,147 @@ class EventBuffer:
         return data[:cut]
 
     def rest(self) -> bytes:
-        """What was held back, when the stream has ended properly."""
+        """The buffered rest, after the stream has ended properly."""
         return self._begun
 
 
 class Forwarder:
-    """Forwards requests over shared connections, whose owner is the gateway."""
+    """Makes attempts over shared connections, which the gateway owns.
 
-    def __init__(
-        self,
-        workers: WorkerConnections,
-        settings: GatewaySettings,
-        dispatcher: Dispatcher,
-        admission: Admission,
-        metrics: Metrics,
-    ) -> None:
+    first_byte_timeout_s   time for a worker to begin its response
+    """
+
+    def __init__(self, workers: WorkerConnections, first_byte_timeout_s: float) -> None:
         self._workers = workers
-        self._admission = admission
-        self._settings = settings
-        self._dispatcher = dispatcher
-        self._metrics = metrics
+        self._first_byte_timeout_s = first_byte_timeout_s
 
-    async def forward(
-        self, client: Request, generate: GenerateRequest, prompt: Prompt, arrived: float
-    ) -> Response | None:
-        """Answer `client` from a worker: a whole answer is returned, a stream is written and
-        ended. Raises RequestError where none can serve, Outdated where the prompt must be hashed
-        anew before anything is sent.
-
-        `arrived` is `time.perf_counter()` at the request's arrival. When the client goes away
-        the server cancels this call; the worker's connection is closed at once, which cancels
-        the request there.
-        """
-        body = msgspec.msgpack.encode(generate)
-        tried: list[str] = []
-        failure = no_ready_worker(f"no worker of the model `{generate.model}` is ready")
-        while len(tried) < self._settings.attempts:
-            placement = await self._admission.place(
-                generate.model, prompt, generate.request_id, excluded=tried
-            )
-            if placement is None:
-                break
-            tried.append(placement.worker)
-            try:
-                return await self._attempt(client, generate, body, prompt, placement, arrived)
-            except _TryElsewhere as attempt:
-                failure = attempt.error
-                self._metrics.retries.labels(attempt.reason).inc()
-                log.info(
-                    "request %s: worker %s: %s", generate.request_id, placement.worker, failure
-                )
-            finally:
-                self._dispatcher.fleet.release(placement.booking)
-        raise failure
-
-    async def _attempt(
+    async def attempt(
         self,
         client: Request,
         generate: GenerateRequest,
-        body: bytes,
-        prompt: Prompt,
         placement: Placement,
-        arrived: float,
-    ) -> Response | None:
-        upstream = await self._post(placement, body)
-        try:
-            if upstream.status != 200:
-                return await _refusal(upstream, placement.worker)
-            headers = {
-                HEADER_REQUEST_ID: generate.request_id,
-                HEADER_WORKER: placement.worker,
-                HEADER_POLICY: placement.policy,
-                HEADER_PREDICTED_HIT_TOKENS: str(placement.predicted_hit_tokens),
-                HEADER_PROMPT_TOKENS: str(prompt.tokens),
-                HEADER_HIT_TOKENS: upstream.headers.get(HEADER_HIT_TOKENS, "0"),
-                "Content-Type": upstream.headers.get("content-type", "application/json"),
-            }
-            try:
-                first = await (upstream.some() if generate.stream else upstream.read())
-            except WorkerLost as error:
-                raise _dropped(placement.worker, error) from error
-            self._count(prompt, placement, upstream, arrived)
-            self._dispatcher.shadows.began(generate.request_id)
-            if not generate.stream:
-                return Response(first, headers=headers)
-            await self._relay(upstream, first, client, headers, placement.worker)
-            return None
-        finally:
-            upstream.close()
+        began: Callable[[int], None],
+    ) -> Answered | Failed:
+        """Send the request to the worker of its placement.
 
-    async def _post(self, placement: Placement, body: bytes) -> WorkerAnswer:
-        settings, worker = self._settings, placement.worker
+        `began` is called at the first byte of a response, with the prompt tokens that the worker
+        has reused. Raises ClientGone. If the caller is cancelled, the worker's connection is closed
+        at once, which cancels the request there.
+        """
+        worker = placement.worker
         try:
-            return await self._workers.post(
-                placement.address, "/generate", body, settings.first_byte_timeout_s
+            upstream = await self._workers.post(
+                placement.address,
+                "/generate",
+                msgspec.msgpack.encode(generate),
+                self._first_byte_timeout_s,
             )
-        except WorkerUnreachable as error:
-            self._dispatcher.fleet.suspect(worker)
-            raise _TryElsewhere(
+        except WorkerUnreachable:
+            return Failed(
                 "connect",
                 RequestError(
-                    f"the worker {worker} cannot be reached: try again in a moment",
+                    f"the worker {worker} cannot be reached: retry in a moment",
                     status=503,
                     type=SERVICE_UNAVAILABLE,
                     code="worker_unreachable",
                 ),
-            ) from error
-        except TimeoutError as error:
-            raise RequestError(
-                f"the worker {worker} did not begin to answer within "
-                f"{settings.first_byte_timeout_s:g} s: try again, or send a shorter prompt",
-                status=504,
-                type="server_error",
-                code="first_byte_timeout",
-            ) from error
+            )
+        except TimeoutError:
+            return Failed(
+                "timeout",
+                RequestError(
+                    f"the worker {worker} did not start a response within "
+                    f"{self._first_byte_timeout_s:g} s: retry, or send a shorter prompt",
+                    status=504,
+                    type="server_error",
+                    code="first_byte_timeout",
+                ),
+            )
         except WorkerLost as error:
-            raise _dropped(worker, error) from error
-
-    async def _relay(
-        self,
-        upstream: WorkerAnswer,
-        first: bytes,
-        client: Request,
-        headers: dict[str, str],
-        worker: str,
-    ) -> None:
-        """Write each chunk as it comes. From here on a failure is an event in the stream."""
-        stream = client.begin({**headers, **STREAM_HEADERS})
-        events = EventBuffer()
-        chunk = first
-        while chunk:
-            whole = events.feed(chunk)
-            if upstream.ended:
-                stream.end(whole + events.rest())
-                return
-            await stream.write(whole)
-            try:
-                chunk = await upstream.some()
-            except WorkerLost as error:
-                self._metrics.broken_streams.inc()
-                lost = _dropped(worker, error).error
-                stream.end(b"data: " + lost.body() + EVENT_END)
-                return
-        stream.end(events.rest())
-
-    def _count(
-        self,
-        prompt: Prompt,
-        placement: Placement,
-        upstream: WorkerAnswer,
-        arrived: float,
-    ) -> None:
-        told = upstream.headers.get(HEADER_HIT_TOKENS, "0")
-        self._metrics.answers.note(
-            first_byte_s=time.perf_counter() - arrived,
-            prompt=prompt.tokens,
-            predicted=placement.predicted_hit_tokens,
-            hit=int(told) if told.isdecimal() else 0,
-            best_hit=placement.candidates.best_hit_tokens,
-        )
+            return _lost(worker, error)
+        try:
+            if upstream.status != 200:
+                return await _refused(upstream, worker)
+            first = await (upstream.some() if generate.stream else upstream.read())
+            hit_tokens = upstream.headers.get(HEADER_HIT_TOKENS, "0")
+            began(int(hit_tokens) if hit_tokens.isdecimal() else 0)
+            headers = {
+                HEADER_REQUEST_ID: generate.request_id,
+                HEADER_WORKER: worker,
+                HEADER_POLICY: placement.policy,
+                HEADER_PREDICTED_HIT_TOKENS: str(placement.predicted_hit_tokens),
+                HEADER_PROMPT_TOKENS: str(len(generate.token_ids) // 4),
+                HEADER_HIT_TOKENS: hit_tokens,
+                "Content-Type": upstream.headers.get("content-type", "application/json"),
+            }
+            if not generate.stream:
+                return Answered(Response(first, headers=headers))
+            stream = client.begin({**headers, **STREAM_HEADERS})
+            return Answered(None, broken_off=await _breaks_off(upstream, first, stream, worker))
+        except WorkerLost as error:
+            return _lost(worker, error)
+        finally:
+            upstream.close()
 
 
-async def _refusal(upstream: WorkerAnswer, worker: str) -> Response:
-    """Pass a 4xx on as it is; raise _TryElsewhere for 429 and all others."""
-    try:
-        body = await upstream.read()
-    except WorkerLost as error:
-        raise _dropped(worker, error) from error
+async def _breaks_off(upstream: WorkerAnswer, first: bytes, stream: Stream, worker: str) -> bool:
+    """Relay each chunk as it arrives. Returns whether the worker was lost before the end.
+
+    From here on, a failure is an event in the stream.
+    """
+    events = EventBuffer()
+    chunk = first
+    while chunk:
+        whole = events.feed(chunk)
+        if upstream.ended:
+            stream.end(whole + events.rest())
+            return False
+        await stream.write(whole)
+        try:
+            chunk = await upstream.some()
+        except WorkerLost as error:
+            stream.end(b"data: " + _lost(worker, error).error.body() + EVENT_END)
+            return True
+    stream.end(events.rest())
+    return False
+
+
+async def _refused(upstream: WorkerAnswer, worker: str) -> Answered | Failed:
+    """Pass a 4xx on as it is. 429 and all other statuses concern this worker only: retry."""
+    body = await upstream.read()
     status = upstream.status
     if status != 429 and 400 <= status < 500:
         kind = upstream.headers.get("content-type", "application/json")
-        return Response(body, status, {"Content-Type": kind})
+        return Answered(Response(body, status, {"Content-Type": kind}))
     if status < 400:
-        status = 502  # neither an answer nor a refusal
-    reason = {429: "full", 503: "unavailable"}.get(status, "failed")
+        status = 502  # neither a response nor a refusal
+    reason = _REASONS.get(status, "failed")
     try:
         told = msgspec.json.decode(body, type=ErrorAnswer).error
     except msgspec.MsgspecError:
-        raise _TryElsewhere(
+        return Failed(
             reason,
             RequestError(
-                f"the worker {worker} answered with status {upstream.status}: try again in a "
-                "moment",
+                f"the worker {worker} answered with status {upstream.status}: retry",
                 status=status,
                 type="server_error",
                 code="worker_failed",
             ),
-        ) from None
-    raise _TryElsewhere(
+        )
+    return Failed(
         reason,
         RequestError(told.message, status=status, type=told.type, param=told.param, code=told.code),
     )
 
 
-def _dropped(worker: str, error: BaseException) -> _TryElsewhere:
-    log.warning("worker %s broke its answer off: %r", worker, error)
-    return _TryElsewhere(
+def _lost(worker: str, error: WorkerLost) -> Failed:
+    log.warning(
+        "worker %s closed the connection before its response was complete: %r", worker, error
+    )
+    return Failed(
         "dropped",
         RequestError(
-            f"the worker {worker} closed the connection before the answer was complete: try again",
+            f"the worker {worker} closed the connection before its response was complete: retry",
             status=502,
             type="server_error",
             code="worker_lost",

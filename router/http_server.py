@@ -1,9 +1,9 @@
 """HTTP/1.1 for clients: a small server on llhttp's parser (`httptools`).
 
-It does what a gateway needs: bodies that fit in memory are whole when a handler starts, an answer
-goes out in one piece or as a stream, a client that leaves cancels its handler, one that reads
-slowly holds its answers back, and one that stops reading is cut off. Requests of one connection are
-answered one after the other. TLS and HTTP/2 belong to a proxy before it.
+A handler starts when the whole body is in memory, and returns a whole response or streams it. If a
+client disconnects, its handler is cancelled. If it reads slowly, its responses wait; if it stops
+reading, it is disconnected. Requests of one connection are handled in order. TLS and HTTP/2 are for
+a proxy.
 """
 
 from __future__ import annotations
@@ -11,91 +11,85 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 
-from cluster.protocol import RequestError
-from router.http_connection import ClientConnection
-from router.http_messages import Handler, Request, Response
-from router.metrics import ConnectionCounts
+from router.counts import ConnectionCounts
+from router.http_connection import ClientConnection, Service
 
 log = logging.getLogger(__name__)
 
 IDLE_S = 75.0
-"""A connection is closed when for so long nothing was answered and neither a request began, nor
-was a head completed, nor anything of a body came: a head may not trickle in for ever."""
+"""Close a connection after this time without progress: no response ended, no request began, no
+headers were completed and no byte of a body arrived. So headers cannot trickle in for ever."""
 
-MAKES_WAY_S = 5.0
-"""Where there is no room for a new connection, one that nobody has asked anything on for so long
-makes way: else whoever opens connections and sends nothing locks everybody out, and has the gateway
-restarted, as its health cannot be asked for."""
+REPLACEABLE_S = 5.0
+"""At the connection limit, a connection that has been idle for this time is closed for a new one.
+So idle connections cannot exhaust the limit, and health checks get through."""
 
 MOST_LOOKED_AT = 16
-"""Connections that are looked at for that, those unheard of for the longest time first."""
+"""Connections that are considered for closing, the longest idle first."""
 
 MAX_TURNED_AWAY = 256
-"""So many clients that found no room may take their time to read that; more are cut at once."""
+"""Connections beyond the limit that get the response `full` at a time; others are cut at once."""
 
 SWEEP_S = 5.0
 BACKLOG = 1024
 
 
 class HttpServer:
-    """Listens, and hands requests over.
+    """Listens, and passes requests to the service.
 
-    admit            looks at a request when its head is there: sets `handler`, or `refusal`
-    answer           answers a complete request. Must not raise but when cancelled
-    malformed        the refusal of what cannot be read: a reason and a status
-    max_body_bytes   longer bodies are refused with `too_large`
-    max_connections  at once; where none makes way, others get the answer `full` and are closed
-    write_timeout_s  a client that takes nothing of its answer for so long is cut off
-    counts           of connections that were not served to their end
-    idle             connections on which nothing is being answered, in the order of `heard_at`
+    max_connections  most open connections; if no idle one can be closed, new ones get `full`
+    write_timeout_s  disconnect a client that receives nothing of its response for this time
+    counts           counts of connections that were refused or cut
+    connections      open connections, without those turned away
+    idle             connections without a request to respond to, in the order of `heard_at`
+    turned_away      connections beyond the limit that have not ended yet
     """
 
     def __init__(
         self,
+        service: Service,
         *,
-        admit: Callable[[Request], None],
-        answer: Handler,
-        malformed: Callable[[str, int], RequestError],
-        too_large: RequestError,
-        max_body_bytes: int,
-        full: Response,
         max_connections: int,
         write_timeout_s: float,
         counts: ConnectionCounts,
     ) -> None:
-        self.admit = admit
-        self.answer = answer
-        self.malformed = malformed
-        self.too_large = too_large
-        self.max_body_bytes = max_body_bytes
-        self.full = full
-        self.max_connections = max_connections
-        self.write_timeout_s = write_timeout_s
         self.counts = counts
         self.connections: set[ClientConnection] = set()
         self.idle: OrderedDict[ClientConnection, None] = OrderedDict()
-        self.turned_away: set[ClientConnection] = set()  # and not gone yet
+        self.turned_away: set[ClientConnection] = set()
         self.closing = False
+        self._service = service
+        self._max_connections = max_connections
+        self._write_timeout_s = write_timeout_s
         self._last_gone: asyncio.Future[None] | None = None
         self._listening: asyncio.Server
         self._sweeping: asyncio.TimerHandle
 
-    async def start(self, host: str, port: int) -> tuple[str, int]:
-        """Listen; returns the address. Raises OSError for a taken port."""
+    async def start(self, host: str, port: int, *, shared: bool = False) -> tuple[str, int]:
+        """Listen; returns the address. Raises OSError if the port is in use.
+
+        `shared`: other processes listen on the same port (SO_REUSEPORT)
+        """
         loop = asyncio.get_running_loop()
         self._listening = await loop.create_server(
-            lambda: ClientConnection(self), host, port, backlog=BACKLOG
+            self._connection, host, port, backlog=BACKLOG, reuse_port=shared
         )
         self._sweeping = loop.call_later(SWEEP_S, self._sweep_on)
         name = self._listening.sockets[0].getsockname()
         return str(name[0]), int(name[1])
 
+    async def start_unix(self, path: Path) -> None:
+        """Listen on a Unix socket."""
+        loop = asyncio.get_running_loop()
+        self._listening = await loop.create_unix_server(self._connection, str(path))
+        self._sweeping = loop.call_later(SWEEP_S, self._sweep_on)
+
     async def stop(self, drain_s: float) -> None:
-        """Take no new requests, give answers `drain_s` to end and to be read, then cut what is
-        left."""
+        """Accept no new requests, give responses `drain_s` to end and to be read, then cut the
+        remaining connections."""
         self.closing = True
         self._listening.close()
         self._sweeping.cancel()
@@ -116,9 +110,11 @@ class HttpServer:
             await self._last_gone
         await self._listening.wait_closed()
 
-    def take(self, connection: ClientConnection) -> bool:
-        """A client has connected. Returns whether its requests will be answered."""
-        if len(self.connections) >= self.max_connections and not self._makes_way():
+    # Called by connections
+
+    def opened(self, connection: ClientConnection) -> bool:
+        """Returns whether the connection's requests will be served."""
+        if len(self.connections) >= self._max_connections and not self._replace_idle():
             self.counts.refused += 1
             if len(self.turned_away) >= MAX_TURNED_AWAY:
                 connection.transport.abort()
@@ -128,8 +124,17 @@ class HttpServer:
         self.idle[connection] = None
         return True
 
+    def busy(self, connection: ClientConnection) -> None:
+        self.idle.pop(connection, None)
+
+    def idle_since_now(self, connection: ClientConnection) -> None:
+        self.idle[connection] = None
+
+    def heard(self, connection: ClientConnection) -> None:
+        if connection in self.idle:
+            self.idle.move_to_end(connection)
+
     def lost(self, connection: ClientConnection) -> None:
-        """The connection has ended."""
         self.turned_away.discard(connection)
         self.connections.discard(connection)
         self.idle.pop(connection, None)
@@ -137,28 +142,31 @@ class HttpServer:
             self._last_gone.set_result(None)
 
     def sweep(self, now: float) -> None:
-        """End the connections on which nothing has moved for too long; `now` as the loop tells it.
+        """Close connections without progress; `now` is the loop's time.
 
-        A stall is seen from sweep to sweep, so call it often.
+        A stall is measured from sweep to sweep, so call it often.
         """
         for connection in list(self.connections):
             stalled_s = connection.stalled_s(now)
-            if stalled_s >= self.write_timeout_s:
+            if stalled_s >= self._write_timeout_s:
                 self.counts.stalled += 1
                 log.info(
-                    "a client at %s is cut off: for %.0f s it has taken nothing of the %d bytes "
-                    "that wait for it",
+                    "disconnected the client %s: for %.0f s it received none of the %d bytes "
+                    "of its response that are pending",
                     connection.remote,
                     stalled_s,
                     connection.unsent_bytes,
                 )
                 connection.transport.abort()
             elif connection.task is None and connection.heard_at < now - IDLE_S:
-                connection.transport.close()  # what it still reads it gets
+                connection.transport.close()  # once pending bytes are sent
 
-    def _makes_way(self) -> bool:
-        """End an idle connection for a new one. Returns whether there was one."""
-        latest = asyncio.get_running_loop().time() - MAKES_WAY_S
+    def _connection(self) -> ClientConnection:
+        return ClientConnection(self._service, self)
+
+    def _replace_idle(self) -> bool:
+        """Close an idle connection for a new one. Returns whether there was one."""
+        latest = asyncio.get_running_loop().time() - REPLACEABLE_S
         for connection in islice(self.idle, MOST_LOOKED_AT):
             if connection.heard_at > latest:
                 return False

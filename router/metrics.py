@@ -1,371 +1,331 @@
-"""What the gateway counts, for Prometheus. Every gateway has its own registry.
+"""The metrics of a gateway: their definitions, and how they are read at a scrape.
 
-Gauges of fleet and bus are read from their owners when they are scraped, so they cannot drift.
+Each number is read from the object that owns it, so it cannot drift.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
+from prometheus_client.core import Metric
 
 from cluster.bus_status import BusStatus
+from cluster.metric_definition import MetricDefinition, Section, exposition
+from router.counts import (
+    AnswerCounts,
+    AttemptCounts,
+    ConnectionCounts,
+    DecisionCounts,
+    RequestCounts,
+)
+from router.encoding import EncoderInfo
 from router.fleet import Fleet
 from router.readiness import disagreeing, index_view
 from router.shadow import Shadows
 
-DECISION_BUCKETS_S = (25e-6, 50e-6, 100e-6, 200e-6, 400e-6, 1e-3, 4e-3, 16e-3, 0.1)
-FIRST_BYTE_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 60.0)
+PREFIX = "stemroute_gateway_"
+
+_requests = Section("Requests", PREFIX)
+REQUESTS = _requests.counter(
+    "stemroute_gateway_requests_total",
+    "Answered requests by endpoint and HTTP status. Status 499: the client disconnected. "
+    "Endpoint none: no such path or method",
+    *("endpoint", "status"),
+)
+QUEUED_REQUESTS = _requests.gauge(
+    "stemroute_gateway_queued_requests",
+    "Requests in the admission queue: they wait for a worker that is ready and has room",
+)
+IN_FLIGHT_REQUESTS = _requests.gauge(
+    "stemroute_gateway_in_flight_requests",
+    "Requests that have been assigned to a worker and have not ended",
+)
+FAILED_ATTEMPTS = _requests.counter(
+    "stemroute_gateway_failed_attempts_total",
+    "Attempts that failed before the client was sent anything, by reason. connect: no connection "
+    "to the worker. full: status 429. unavailable: status 503. failed: another status. dropped: "
+    "the connection ended early. timeout: no answer began in time",
+    "reason",
+)
+BROKEN_STREAMS = _requests.counter(
+    "stemroute_gateway_broken_streams_total",
+    "Streams that ended with an error because their worker was lost after the first bytes",
+)
+ENCODER_INFO = _requests.gauge(
+    "stemroute_gateway_encoder_info",
+    "Always 1: the library that encodes prompts for a tokenizer in use. tokenizers encodes where "
+    "fastokens is not exact, and is many times slower",
+    *("model", "tokenizer", "library", "version"),
+)
+TIME_TO_FIRST_BYTE = _requests.histogram(
+    "stemroute_gateway_time_to_first_byte_seconds",
+    "Time from the arrival of a request to the first byte of the worker's answer",
+)
+
+_connections = Section("Connections of clients", PREFIX)
+OPEN_CONNECTIONS = _connections.gauge(
+    "stemroute_gateway_open_connections", "Open connections of clients"
+)
+REFUSED_CONNECTIONS = _connections.counter(
+    "stemroute_gateway_refused_connections_total",
+    "Connections refused because gateway.max_connections were open",
+)
+STALLED_CONNECTIONS = _connections.counter(
+    "stemroute_gateway_stalled_connections_total",
+    "Connections closed because the client read nothing of its answer for gateway.write_timeout_s",
+)
+
+_routing = Section("Routing", PREFIX)
+DECISIONS = _routing.counter(
+    "stemroute_gateway_decisions_total",
+    "Routing decisions by policy and reason. only: there was one candidate. cold: no worker held "
+    "any of the prefix. hit: no worker held more of the prefix than the chosen one. load: another "
+    "worker held more, but cost more or was excluded by the policy. guard: the hotspot guard "
+    "excluded the holders",
+    *("policy", "reason"),
+)
+DECISION_DURATION = _routing.histogram(
+    "stemroute_gateway_decision_duration_seconds",
+    "Time to look up hits, score the candidates, choose one and book the request there",
+)
+PROMPT_TOKENS = _routing.counter(
+    "stemroute_gateway_prompt_tokens_total", "Prompt tokens of answered requests"
+)
+PREDICTED_HIT_TOKENS = _routing.counter(
+    "stemroute_gateway_predicted_hit_tokens_total",
+    "Prompt tokens that the gateway expected the chosen worker to reuse",
+)
+HIT_TOKENS = _routing.counter(
+    "stemroute_gateway_hit_tokens_total", "Prompt tokens that the chosen worker reused"
+)
+REGRET_TOKENS = _routing.counter(
+    "stemroute_gateway_regret_tokens_total",
+    "Prompt tokens that were computed although another worker was expected to hold them: the "
+    "price of balance, or of a wrong prediction",
+)
+OVERESTIMATED_TOKENS = _routing.counter(
+    "stemroute_gateway_overestimated_tokens_total",
+    "Prompt tokens that the gateway expected the chosen worker to reuse, but that it computed",
+)
+
+_workers = Section("Workers, as the gateway sees them", PREFIX)
+WORKERS = _workers.gauge(
+    "stemroute_gateway_workers",
+    "Workers by model and state. State refused: the gateway does not use the worker",
+    *("model", "state"),
+)
+REFUSED_WORKERS = _workers.gauge(
+    "stemroute_gateway_refused_workers",
+    "Workers that the gateway does not use because they do not match the pool; /ready says why",
+)
+WORKER_PENDING_PREFILL_TOKENS = _workers.gauge(
+    "stemroute_gateway_worker_pending_prefill_tokens",
+    "Prompt tokens that the worker has not computed yet, cached ones excluded: those in its last "
+    "report, and those of requests that this gateway has sent since",
+    "worker",
+)
+WORKER_BATCH_REQUESTS = _workers.gauge(
+    "stemroute_gateway_worker_batch_requests",
+    "Requests running plus requests waiting at the worker: those in its last report, and those "
+    "that this gateway has sent since",
+    "worker",
+)
+WORKER_REPORT_AGE = _workers.gauge(
+    "stemroute_gateway_worker_report_age_seconds", "Time since the worker's last report", "worker"
+)
+
+_index = Section("Prefix index", PREFIX)
+INDEXED_BLOCKS = _index.gauge(
+    "stemroute_gateway_indexed_blocks", "Distinct blocks in the prefix index"
+)
+WORKER_INDEXED_BLOCKS = _index.gauge(
+    "stemroute_gateway_worker_indexed_blocks", "Blocks of the worker in the prefix index", "worker"
+)
+INDEX_DROPPED_BLOCKS = _index.gauge(
+    "stemroute_gateway_index_dropped_blocks",
+    "Cached blocks that are left out of the prefix index because it is full "
+    "(gateway.index_max_pairs), counted once for each worker that holds them",
+)
+COMING_BLOCKS = _index.gauge(
+    "stemroute_gateway_coming_blocks",
+    "Distinct blocks that requests in flight will store at their workers",
+)
+INDEX_STALE = _index.gauge(
+    "stemroute_gateway_index_stale",
+    "1 if the prefix index may be out of date or a worker disagrees with it, otherwise 0; /ready "
+    "says why",
+)
+INDEX_DISAGREEMENTS = _index.counter(
+    "stemroute_gateway_index_disagreements_total",
+    "Reports that stated another number of cached blocks than the prefix index held after them",
+)
+DISAGREEING_WORKERS = _index.gauge(
+    "stemroute_gateway_disagreeing_workers",
+    "Workers whose reports still disagree with the prefix index after their whole set was read "
+    "several times",
+)
+
+_bus = Section("Bus", PREFIX)
+BUS_UP = _bus.gauge(
+    "stemroute_gateway_bus_up", "1 if the last read of Redis succeeded, otherwise 0"
+)
+KEPT_WORKERS = _bus.gauge(
+    "stemroute_gateway_kept_workers",
+    "Workers that do not report and whose lease has expired, kept because they answer directly",
+)
+BUS_LAST_REPORT_AGE = _bus.gauge(
+    "stemroute_gateway_bus_last_report_age_seconds",
+    "Time since the last report of any worker; absent before the first",
+)
+BUS_REPORTS = _bus.counter("stemroute_gateway_bus_reports_total", "Reports applied to the index")
+BUS_GAPS = _bus.counter("stemroute_gateway_bus_gaps_total", "Gaps in the sequences of reports")
+BUS_REPAIRS = _bus.counter(
+    "stemroute_gateway_bus_repairs_total",
+    "Whole sets read to correct the index after a gap, a disagreement or a loss of Redis",
+)
+BUS_UNREADABLE_MESSAGES = _bus.counter(
+    "stemroute_gateway_bus_unreadable_messages_total", "Messages that could not be decoded"
+)
+
+_shadow = Section("Shadow policies (gateway.shadow)", PREFIX)
+SHADOW_REQUESTS = _shadow.counter(
+    "stemroute_gateway_shadow_requests_total", "Requests that the policy decided on", "policy"
+)
+SHADOW_AGREED_REQUESTS = _shadow.counter(
+    "stemroute_gateway_shadow_agreed_requests_total",
+    "Requests that the policy would have sent to the worker that got them",
+    "policy",
+)
+SHADOW_PROMPT_TOKENS = _shadow.counter(
+    "stemroute_gateway_shadow_prompt_tokens_total",
+    "Prompt tokens of the requests that the policy decided on",
+    "policy",
+)
+SHADOW_HIT_TOKENS = _shadow.counter(
+    "stemroute_gateway_shadow_hit_tokens_total",
+    "Prompt tokens that would have been reused with the policy's own choices. The policy live "
+    "stands for the real decisions",
+    "policy",
+)
+SHADOW_IMBALANCE = _shadow.gauge(
+    "stemroute_gateway_shadow_imbalance_ratio",
+    "The most prompt tokens that one worker would have computed, divided by the mean",
+    "policy",
+)
+
+Samples = float | Mapping[tuple[str, ...], float]
+"""A number, or label values -> number."""
+
+SECTIONS = (_requests, _connections, _routing, _workers, _index, _bus, _shadow)
 
 
 class Metrics:
-    """Counters and histograms of one gateway, with the prefix `stemroute_`."""
+    """The counts and metrics of one gateway."""
 
     def __init__(
         self, fleet: Fleet, bus: Callable[[], BusStatus], shadows: Shadows | None = None
     ) -> None:
-        self.registry = CollectorRegistry()
-        registry = self.registry
         self.requests = RequestCounts()
-        registry.register(self.requests)
-        self.retries = Counter(
-            "stemroute_retries",
-            "Attempts at a worker that failed before anything was sent to the client",
-            ["reason"],
-            registry=registry,
-        )
-        self.broken_streams = Counter(
-            "stemroute_broken_streams",
-            "Streams that a worker broke off after their first bytes",
-            registry=registry,
-        )
         self.connections = ConnectionCounts()
-        registry.register(self.connections)
-        self.answers = Answers()
-        registry.register(self.answers)
-        self.decisions = Decisions()
-        registry.register(self.decisions)
-        registry.register(_Live(fleet, bus))
-        if shadows is not None and shadows.arms:
-            registry.register(_ShadowMetrics(shadows))
+        self.attempts = AttemptCounts()
+        self.answers = AnswerCounts()
+        self.decisions = DecisionCounts()
+        self._fleet = fleet
+        self._bus = bus
+        self._shadows = shadows
+        self._gauges: dict[MetricDefinition, Callable[[], Samples]] = {}
+
+    def expose(self, gauge: MetricDefinition, read: Callable[[], Samples]) -> None:
+        """Export what `read` returns at each scrape, for a number whose owner is created later."""
+        self._gauges[gauge] = read
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return exposition(self.collect())
 
+    def collect(self) -> Iterator[Metric]:
+        """All metrics now."""
+        yield from self._request_metrics()
+        yield from self._routing_metrics()
+        for gauge, read in self._gauges.items():
+            yield gauge.family(read())
+        yield from self._worker_metrics()
+        yield from self._index_and_bus_metrics()
+        if self._shadows is not None and self._shadows.arms:
+            yield from _shadow_metrics(self._shadows)
 
-class RequestCounts(Collector):
-    """Requests by endpoint and HTTP status: plain numbers until they are scraped, as all that
-    every request counts. The library's locked counters would take several times as long."""
-
-    def __init__(self) -> None:
-        self._counts: dict[tuple[str, int], int] = {}
-
-    def note(self, endpoint: str, status: int) -> None:
-        """A request was answered."""
-        key = endpoint, status
-        self._counts[key] = self._counts.get(key, 0) + 1
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        counts = CounterMetricFamily(
-            "stemroute_requests",
-            "Requests answered, by endpoint and HTTP status; 499: the client went away",
-            labels=["endpoint", "status"],
+    def _request_metrics(self) -> Iterator[Metric]:
+        answered, first_byte = self.requests.answered, self.answers.first_byte
+        yield REQUESTS.family(
+            {(endpoint, str(status)): count for (endpoint, status), count in answered.items()}
         )
-        for (endpoint, status), count in self._counts.items():
-            counts.add_metric([endpoint, str(status)], count)
-        yield counts
+        yield IN_FLIGHT_REQUESTS.family(self._fleet.in_flight)
+        yield FAILED_ATTEMPTS.family({(why,): n for why, n in self.attempts.failed.items()})
+        yield BROKEN_STREAMS.family(self.attempts.broken_streams)
+        yield TIME_TO_FIRST_BYTE.histogram(first_byte.bounds_s, first_byte.counts, first_byte.sum_s)
+        yield REFUSED_CONNECTIONS.family(self.connections.refused)
+        yield STALLED_CONNECTIONS.family(self.connections.stalled)
 
+    def _routing_metrics(self) -> Iterator[Metric]:
+        answers, durations = self.answers, self.decisions.durations
+        yield DECISIONS.family(self.decisions.made)
+        yield DECISION_DURATION.histogram(durations.bounds_s, durations.counts, durations.sum_s)
+        yield PROMPT_TOKENS.family(answers.prompt)
+        yield PREDICTED_HIT_TOKENS.family(answers.predicted)
+        yield HIT_TOKENS.family(answers.hit)
+        yield REGRET_TOKENS.family(answers.regret)
+        yield OVERESTIMATED_TOKENS.family(answers.overestimated)
 
-class ConnectionCounts(Collector):
-    """Connections of clients that were not served to their end.
-
-    refused   turned away because too many were open
-    stalled   cut off because the client took nothing of its answer
-    """
-
-    def __init__(self) -> None:
-        self.refused = self.stalled = 0
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        yield CounterMetricFamily(
-            "stemroute_refused_connections",
-            "Connections turned away because gateway.max_connections were open",
-            value=self.refused,
+    def _worker_metrics(self) -> Iterator[Metric]:
+        fleet, status = self._fleet, self._bus()
+        members = {(member.card.worker,): member for member in fleet.members()}
+        loads = {worker: fleet.load_of(member) for worker, member in members.items()}
+        states = Tally(
+            (m.card.model, "refused" if m.refused else m.state) for m in members.values()
         )
-        yield CounterMetricFamily(
-            "stemroute_stalled_connections",
-            "Connections cut off because their clients took nothing of an answer for "
-            "gateway.write_timeout_s",
-            value=self.stalled,
+        yield WORKERS.family(states)
+        yield REFUSED_WORKERS.family(len(status.refused.keys() | fleet.refused().keys()))
+        yield WORKER_PENDING_PREFILL_TOKENS.family(
+            {worker: load.pending_prefill_tokens for worker, load in loads.items()}
+        )
+        yield WORKER_BATCH_REQUESTS.family({worker: load.batch for worker, load in loads.items()})
+        yield WORKER_REPORT_AGE.family({(w,): age for w, age in status.report_ages_s.items()})
+        yield WORKER_INDEXED_BLOCKS.family(
+            {worker: fleet.index.count(member.slot) for worker, member in members.items()}
         )
 
-
-class Answers(Collector):
-    """Tokens of answered requests, and when their answers began."""
-
-    def __init__(self) -> None:
-        self._prompt = self._predicted = self._hit = self._regret = self._overestimated = 0
-        self._first_bytes = _Durations(FIRST_BYTE_BUCKETS_S)
-
-    def note(
-        self, *, first_byte_s: float, prompt: int, predicted: int, hit: int, best_hit: int
-    ) -> None:
-        """A worker began to answer. Tokens of the prompt, of those expected in its cache and
-        really found there, and of the most expected at any worker."""
-        self._first_bytes.note(first_byte_s)
-        self._prompt += prompt
-        self._predicted += predicted
-        self._hit += hit
-        self._regret += max(0, best_hit - hit)
-        self._overestimated += max(0, predicted - hit)
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        yield CounterMetricFamily(
-            "stemroute_prompt_tokens", "Prompt tokens of answered requests", value=self._prompt
-        )
-        yield CounterMetricFamily(
-            "stemroute_predicted_hit_tokens",
-            "Prompt tokens of answered requests that were expected in the worker's cache",
-            value=self._predicted,
-        )
-        yield CounterMetricFamily(
-            "stemroute_hit_tokens",
-            "Prompt tokens of answered requests that the worker really reused",
-            value=self._hit,
-        )
-        yield CounterMetricFamily(
-            "stemroute_regret_tokens",
-            "Prompt tokens of answered requests that the worker computed although another was "
-            "expected to hold them: the price of balance, or of a wrong prediction",
-            value=self._regret,
-        )
-        yield CounterMetricFamily(
-            "stemroute_overestimated_tokens",
-            "Prompt tokens of answered requests that were expected in the worker's cache, but "
-            "were not there",
-            value=self._overestimated,
-        )
-        yield self._first_bytes.metric(
-            "stemroute_first_byte_seconds",
-            "Time from a request's arrival to the first byte of a worker's answer",
-        )
+    def _index_and_bus_metrics(self) -> Iterator[Metric]:
+        fleet, status = self._fleet, self._bus()
+        yield INDEXED_BLOCKS.family(len(fleet.index))
+        yield INDEX_DROPPED_BLOCKS.family(fleet.index.dropped_pairs)
+        yield COMING_BLOCKS.family(len(fleet.coming))
+        yield INDEX_STALE.family(int(index_view(fleet, status).stale))
+        yield INDEX_DISAGREEMENTS.family(status.disagreements)
+        yield DISAGREEING_WORKERS.family(len(disagreeing(fleet, status)))
+        yield BUS_UP.family(int(status.connected))
+        yield KEPT_WORKERS.family(len(status.kept))
+        if fleet.last_report_at is not None:
+            age_s = time.monotonic() - fleet.last_report_at
+            yield BUS_LAST_REPORT_AGE.family(max(0.0, age_s))
+        yield BUS_REPORTS.family(status.reports)
+        yield BUS_GAPS.family(status.gaps)
+        yield BUS_REPAIRS.family(status.repairs)
+        yield BUS_UNREADABLE_MESSAGES.family(status.unreadable)
 
 
-class _Durations:
-    """A histogram in plain numbers. `bounds_s`: upper bounds of its buckets."""
-
-    def __init__(self, bounds_s: tuple[float, ...]) -> None:
-        self._bounds_s = bounds_s
-        self._in_bucket = [0] * (len(bounds_s) + 1)
-        self._sum_s = 0.0
-
-    def note(self, seconds: float) -> None:
-        """Count one."""
-        self._in_bucket[bisect_left(self._bounds_s, seconds)] += 1
-        self._sum_s += seconds
-
-    def metric(self, name: str, meaning: str) -> Metric:
-        """As a metric."""
-        bounds = [*map(floatToGoString, self._bounds_s), "+Inf"]
-        buckets = list(zip(bounds, accumulate(self._in_bucket), strict=True))
-        return HistogramMetricFamily(name, meaning, buckets=buckets, sum_value=self._sum_s)
+def _shadow_metrics(shadows: Shadows) -> Iterator[Metric]:
+    views = {(view.policy,): view for view in shadows.views()}
+    yield SHADOW_REQUESTS.family({policy: view.requests for policy, view in views.items()})
+    yield SHADOW_AGREED_REQUESTS.family({policy: view.agreed for policy, view in views.items()})
+    yield SHADOW_PROMPT_TOKENS.family(
+        {policy: view.prompt_tokens for policy, view in views.items()}
+    )
+    yield SHADOW_HIT_TOKENS.family({policy: view.hit_tokens for policy, view in views.items()})
+    yield SHADOW_IMBALANCE.family({policy: view.imbalance for policy, view in views.items()})
 
 
-class Decisions(Collector):
-    """Decisions by policy and reason, and what they took."""
-
-    def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], int] = {}
-        self._took = _Durations(DECISION_BUCKETS_S)
-
-    def note(self, policy: str, reason: str, seconds: float) -> None:
-        """A decision by `policy` took `seconds`."""
-        key = policy, reason
-        self._counts[key] = self._counts.get(key, 0) + 1
-        self._took.note(seconds)
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        counts = CounterMetricFamily(
-            "stemroute_decisions",
-            "Routing decisions by policy and reason; only: one candidate; cold: nobody holds the "
-            "prefix; hit: nobody holds more of it; load: one that holds more costs more or is left "
-            "out by the policy; guard: the hotspot guard left those that hold it out",
-            labels=["policy", "reason"],
-        )
-        for labels, count in self._counts.items():
-            counts.add_metric(labels, count)
-        yield counts
-        yield self._took.metric(
-            "stemroute_decision_seconds", "Time to look up, score, choose and book"
-        )
-
-
-class _Live(Collector):
-    """Reads fleet and bus when scraped."""
-
-    def __init__(self, fleet: Fleet, bus: Callable[[], BusStatus]) -> None:
-        self._fleet = fleet
-        self._bus = bus
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        yield from self._fleet_metrics()
-        yield from self._bus_metrics()
-
-    def _fleet_metrics(self) -> Iterable[Metric]:
-        fleet = self._fleet
-        states = GaugeMetricFamily(
-            "stemroute_workers", "Workers, by model and state", labels=["model", "state"]
-        )
-        pending = GaugeMetricFamily(
-            "stemroute_worker_pending_prefill_tokens",
-            "Prompt tokens still to compute, as this gateway sees it",
-            labels=["worker"],
-        )
-        batch = GaugeMetricFamily(
-            "stemroute_worker_batch", "Requests running plus waiting", labels=["worker"]
-        )
-        blocks = GaugeMetricFamily(
-            "stemroute_worker_indexed_blocks", "Blocks in the prefix index", labels=["worker"]
-        )
-        tally = Tally((m.card.model, "refused" if m.refused else m.state) for m in fleet.members())
-        for (model, state), count in tally.items():
-            states.add_metric([model, state], count)
-        for member in fleet.members():
-            name, load = member.card.worker, fleet.load_of(member)
-            pending.add_metric([name], load.pending_prefill_tokens)
-            batch.add_metric([name], load.batch)
-            blocks.add_metric([name], fleet.index.count(member.slot))
-        yield from (states, pending, batch, blocks)
-        yield GaugeMetricFamily(
-            "stemroute_indexed_blocks",
-            "Different blocks in the prefix index",
-            value=len(fleet.index),
-        )
-        yield GaugeMetricFamily(
-            "stemroute_coming_blocks",
-            "Blocks that requests in flight will make their workers hold",
-            value=len(fleet.coming),
-        )
-        yield GaugeMetricFamily(
-            "stemroute_requests_in_flight", "Requests at workers", value=fleet.in_flight
-        )
-
-    def _bus_metrics(self) -> Iterable[Metric]:
-        status = self._bus()
-        yield GaugeMetricFamily(
-            "stemroute_bus_connected", "1 while Redis can be read", value=int(status.connected)
-        )
-        yield GaugeMetricFamily(
-            "stemroute_bus_stale",
-            "1 while the index may be out of date, or a worker disagrees with it",
-            value=int(index_view(self._fleet, status).stale),
-        )
-        if self._fleet.last_report_at is not None:
-            yield GaugeMetricFamily(
-                "stemroute_bus_last_report_age_seconds",
-                "Time since any worker's last report",
-                value=max(0.0, time.monotonic() - self._fleet.last_report_at),
-            )
-        ages = GaugeMetricFamily(
-            "stemroute_worker_report_age_seconds",
-            "Time since a worker's last report: how old the index of it may be",
-            labels=["worker"],
-        )
-        for worker, age_s in status.report_ages_s.items():
-            ages.add_metric([worker], age_s)
-        yield ages
-        yield CounterMetricFamily("stemroute_bus_reports", "Reports applied", value=status.reports)
-        yield CounterMetricFamily(
-            "stemroute_bus_gaps", "Holes found in the sequences of reports", value=status.gaps
-        )
-        yield CounterMetricFamily(
-            "stemroute_index_disagreements",
-            "Reports of another number of cached blocks than the index holds after them",
-            value=status.disagreements,
-        )
-        yield GaugeMetricFamily(
-            "stemroute_disagreeing_workers",
-            "Workers whose reports disagree with the index however often their set is read",
-            value=len(disagreeing(self._fleet, status)),
-        )
-        yield CounterMetricFamily(
-            "stemroute_bus_repairs", "Whole block sets read to mend", value=status.repairs
-        )
-        yield CounterMetricFamily(
-            "stemroute_bus_unreadable", "Reports that cannot be decoded", value=status.unreadable
-        )
-        yield GaugeMetricFamily(
-            "stemroute_refused_workers",
-            "Workers that are not used because they do not match",
-            value=len(status.refused.keys() | self._fleet.refused().keys()),
-        )
-
-
-class _ShadowMetrics(Collector):
-    """What shadow policies would have done, read when scraped; compare with the arm `live`."""
-
-    def __init__(self, shadows: Shadows) -> None:
-        self._shadows = shadows
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        labels = ["policy"]
-        requests = CounterMetricFamily(
-            "stemroute_shadow_requests", "Requests that the policy judged", labels=labels
-        )
-        agreed = CounterMetricFamily(
-            "stemroute_shadow_agreed",
-            "Requests that the policy would have sent where they went",
-            labels=labels,
-        )
-        prompt = CounterMetricFamily(
-            "stemroute_shadow_prompt_tokens", "Prompt tokens of these requests", labels=labels
-        )
-        hits = CounterMetricFamily(
-            "stemroute_shadow_hit_tokens",
-            "Prompt tokens that the policy would have found cached, with its own choices",
-            labels=labels,
-        )
-        imbalance = GaugeMetricFamily(
-            "stemroute_shadow_imbalance",
-            "Most prompt tokens computed by a worker / mean, had the policy chosen",
-            labels=labels,
-        )
-        for view in self._shadows.views():
-            name = [view.policy]
-            requests.add_metric(name, view.requests)
-            agreed.add_metric(name, view.agreed)
-            prompt.add_metric(name, view.prompt_tokens)
-            hits.add_metric(name, view.hit_tokens)
-            imbalance.add_metric(name, view.imbalance)
-        yield from (requests, agreed, prompt, hits, imbalance)
+def encoder_samples(infos: Iterable[EncoderInfo]) -> Samples:
+    """Of `ENCODER_INFO`."""
+    return {(info.model, info.tokenizer, info.library, info.version): 1 for info in infos}

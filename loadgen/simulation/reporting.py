@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from cluster.announced import AnnouncedSet
 from cluster.protocol import Load, Report, WorkerCard
 from loadgen.simulation.events import Clock
 from router.fleet import Fleet
-from worker.engine import Changes
+from worker.messages import Changes
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,26 +36,20 @@ class Reporter:
         self._sequence = 0
         self._next_s = 0.0
         self._waiting = False
-        self._delta: dict[bytes, bool] = {}
+        self._blocks = AnnouncedSet()
         self._received: list[str] = []
         self._load = Load(free_blocks=card.capacity_blocks)
 
     def begin(self, load: Load) -> None:
         """What the worker has said before the first request comes: there without delay."""
         self._load = load
-        self._fleet.on_report(self._report([]))
+        self._fleet.on_report(self._report())
 
     def update(self, load: Load, changes: Changes) -> None:
         """What happened in a step; nothing is published where nothing changed."""
         if load == self._load and not (changes.stored or changes.evicted or changes.received):
             return
-        delta = self._delta
-        for blocks, stored in ((changes.evicted, False), (changes.stored, True)):
-            for block in blocks:
-                if delta.get(block) is (not stored):
-                    del delta[block]
-                else:
-                    delta[block] = stored
+        self._blocks.update(changes.stored, changes.evicted)
         self._received += changes.received
         self._load = load
         if not self._waiting:
@@ -66,23 +61,28 @@ class Reporter:
         now, pace = self._clock.now, self._pace
         self._next_s = now + pace.gap_s
         received, self._received = self._received, []
-        if self._delta:
-            delta, self._delta = self._delta, {}
-            evicted = [block for block, stored in delta.items() if not stored]
-            stored = [block for block, is_stored in delta.items() if is_stored]
-            self._clock.at(now + pace.index_s, self._change_index, evicted, stored)
-        self._clock.at(now + pace.load_s, self._fleet.on_report, self._report(received))
+        report = self._report(received)
+        if self._blocks.changed:
+            stored, evicted = self._blocks.take()
+            if pace.index_s == pace.load_s:
+                report = msgspec.structs.replace(report, stored=stored, evicted=evicted)
+            else:
+                self._clock.at(now + pace.index_s, self._change_index, stored, evicted)
+        self._clock.at(now + pace.load_s, self._fleet.on_report, report)
 
-    def _report(self, received: list[str]) -> Report:
+    def _report(self, received: list[str] | None = None) -> Report:
         self._sequence += 1
         return Report(
             worker=self._card.worker,
             epoch=self._card.epoch,
             sequence=self._sequence,
             load=self._load,
-            received=received,
+            received=received or [],
         )
 
-    def _change_index(self, evicted: list[bytes], stored: list[bytes]) -> None:
-        self._fleet.index.evict(self._slot, evicted)
-        self._fleet.index.store(self._slot, stored)
+    def _change_index(self, stored: bytes, evicted: bytes) -> None:
+        """The changes alone: the load stays what the router knows at this moment."""
+        report = msgspec.structs.replace(
+            self._report(), load=self._fleet.at(self._slot).load, stored=stored, evicted=evicted
+        )
+        self._fleet.on_report(report)

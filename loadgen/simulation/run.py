@@ -39,7 +39,8 @@ class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True):
     policies   in the order they run, the first is the base
     fleet      its `block_size` 0 takes the trace's own, or 16
     repeats    of each policy, with one seed after the other
-    out        folder of the results; None writes none
+    drop_over_context   leave out requests whose prompt exceeds a worker's context or KV pool
+    out        output directory; None: no files
     """
 
     load: Load
@@ -47,6 +48,7 @@ class SimulateOptions(msgspec.Struct, frozen=True, kw_only=True):
     fleet: FleetOptions
     slo: Slo = Slo()
     repeats: int = 1
+    drop_over_context: bool = False
     out: Path | None = None
 
 
@@ -69,9 +71,11 @@ def simulate(options: SimulateOptions, watcher: Watcher | None = None) -> Summar
         options.fleet, block_size=options.fleet.block_size or sent[0].block_tokens
     )
     try:
-        fleet.engine()
+        limit_tokens = fleet.engine().sequence_limit
     except ValueError as error:
         raise OptionError(str(error)) from error
+    if options.drop_over_context:
+        sent = [_without_over_context(one, limit_tokens) for one in sent]
     asked = [asked_of(one.requests, fleet.block_size) for one in sent]
     outcomes: dict[str, list[list[Outcome]]] = {}
     measures: dict[str, ArmMeasures] = {}
@@ -96,6 +100,26 @@ def simulate(options: SimulateOptions, watcher: Watcher | None = None) -> Summar
         everything = [o for arm in outcomes.values() for replay in arm for o in replay]
         write_results(options.out, summary, Evidence(everything, [], seen))
     return summary
+
+
+def _without_over_context(sent: Sent, limit_tokens: int) -> Sent:
+    """The requests whose prompt leaves room for at least one token, with a note of the others.
+
+    Raises OptionError where none is left.
+    """
+    kept = [one for one in sent.requests if one.prompt_tokens < limit_tokens]
+    dropped = len(sent.requests) - len(kept)
+    if not dropped:
+        return sent
+    if not kept:
+        raise OptionError(f"every prompt has {limit_tokens} tokens or more: nothing can be served")
+    note = (
+        f"{dropped} of {len(sent.requests)} requests left out: {limit_tokens} prompt tokens or more"
+    )
+    source = msgspec.structs.replace(
+        sent.source, requests=len(kept), notes=[*sent.source.notes, note]
+    )
+    return sent._replace(requests=kept, source=source)
 
 
 def loads_of(options: SimulateOptions) -> list[Load]:
@@ -207,5 +231,11 @@ def _reasons(name: str, outcomes: Sequence[Outcome]) -> list[str]:
         return []
     return [
         f"{name}: {len(failed)} of {len(outcomes)} requests failed, the first with: "
-        f"{failed[0].error}; simulate fewer requests a second, more workers or a larger queue"
+        f"{failed[0].error}; {_remedy(failed)}"
     ]
+
+
+def _remedy(failed: Sequence[Outcome]) -> str:
+    if all(outcome.http_status == 400 for outcome in failed):
+        return "leave such requests out with --drop-over-context"
+    return "simulate a lower request rate, more workers or a larger queue"

@@ -16,8 +16,10 @@ from loadgen.simulation.prompts import OUTPUT_TOKEN
 from loadgen.simulation.reporting import Reporter
 from worker.batch import BatchItem
 from worker.emulated_profiles import CostModel
-from worker.engine import EngineConfig, EngineCore, EngineRequest, Output
-from worker.eviction_choice import parse_eviction
+from worker.engine import EngineCore
+from worker.engine_config import EngineConfig
+from worker.eviction.registry import parse_eviction
+from worker.messages import EngineRequest, Output
 from worker.prefill_speed import PrefillSpeed, StepWork
 
 

@@ -1,12 +1,14 @@
-"""Azure LLM inference traces: lengths only, no prefixes (Splitwise, ISCA'24).
+"""Azure LLM inference traces of 2023 and 2024: lengths only, no prefixes (Splitwise, ISCA'24).
 
-CSV with the header `TIMESTAMP,ContextTokens,GeneratedTokens`; timestamps such as
-`2023-11-16 18:15:46.6805900`. Every prompt is taken to share nothing.
+CSV with the header `TIMESTAMP,ContextTokens,GeneratedTokens`. Timestamps are UTC, such as
+`2023-11-16 18:15:46.6805900` (2023) or `2024-05-10 00:00:00.009930+00:00` (2024). No prompt is
+taken to share a prefix with another.
 Source: Azure/AzurePublicDataset.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import datetime
 
@@ -16,13 +18,16 @@ from loadgen.traces.records import TraceError, TraceRequest, check_lengths
 BLOCK_TOKENS = 16
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
+_STAMP = re.compile(r"([^.+Z]+)(?:\.(\d+))?(Z|[+-]\d{2}:\d{2})?")
+"""Date and time to the second, the fraction's digits, and the offset from UTC."""
+
 
 def read(lines: Sequence[Line]) -> list[TraceRequest]:
     """Requests in the order of the lines; arrivals count from the earliest. Raises TraceError."""
     if not lines or lines[0].data.decode(errors="replace").strip() != HEADER:
         raise TraceError(
             f"{lines[0].place if lines else 'the file'}: an azure trace begins with the header "
-            f"{HEADER}; say another --format"
+            f"{HEADER}; set another --format"
         )
     requests: list[TraceRequest] = []
     next_id = 0
@@ -50,11 +55,14 @@ def read(lines: Sequence[Line]) -> list[TraceRequest]:
 def _row(line: Line) -> tuple[float, int, int]:
     try:
         stamp, prompt, output = line.data.decode().strip().split(",")
-        # datetime reads six decimals of a second, the trace has seven.
-        whole, _, fraction = stamp.partition(".")
-        seconds = datetime.fromisoformat(f"{whole}+00:00").timestamp()
+        parts = _STAMP.fullmatch(stamp)
+        if parts is None:
+            raise ValueError(f"not a timestamp: {stamp!r}")
+        # datetime reads six decimals of a second, the 2023 trace has seven.
+        whole, fraction, offset = parts.groups()
+        seconds = datetime.fromisoformat(f"{whole}{offset or '+00:00'}").timestamp()
         return seconds + float(f"0.{fraction or 0}"), int(prompt), int(output)
     except ValueError as error:
         raise TraceError(
-            f"{line.place}: not a row of {HEADER} ({error}); mend the line or say another --format"
+            f"{line.place}: not a row of {HEADER} ({error}); fix the line or set another --format"
         ) from error

@@ -10,7 +10,7 @@ from loadgen.traces.files import Line
 
 
 class TraceError(ValueError):
-    """A trace that cannot be read. Its text names file, line and mend."""
+    """An invalid trace. The message names file, line and what to change."""
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +50,7 @@ def decode_line(line: Line, kind: type[T], format_name: str) -> T:
     except msgspec.DecodeError as error:
         raise TraceError(
             f"{line.place}: not a request of the {format_name} format ({error}); "
-            "mend the line, or say another --format"
+            "fix the line, or set another --format"
         ) from error
 
 

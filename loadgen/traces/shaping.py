@@ -1,4 +1,4 @@
-"""From a trace file to the requests that are replayed: order, times, lengths; all of it told."""
+"""Turns a trace file into requests to replay (order, times, lengths); records every change."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 def trace_format(name: str) -> TraceFormat:
     """The format of that name. Raises TraceError."""
     if name not in get_args(TraceFormat):
-        raise TraceError(f"there is no trace format {name!r}; there are: {', '.join(READERS)}")
+        raise TraceError(f"unknown trace format {name!r}; available: {', '.join(READERS)}")
     return cast(TraceFormat, name)
 
 
@@ -173,7 +173,9 @@ def _sized(
             f"{lmcache.CHARACTERS_PER_TOKEN} characters a token"
         )
         if options.input_scale != 1:
-            raise TraceError("texts cannot be scaled: cut them with max_input_tokens instead")
+            raise TraceError(
+                "texts cannot be scaled: truncate them with --max-input-tokens instead"
+            )
     if (options.input_scale, options.output_scale) != (1, 1):
         notes.append(
             f"prompts × {options.input_scale:g}, answers × {options.output_scale:g} in tokens"

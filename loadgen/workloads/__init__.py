@@ -1,4 +1,4 @@
-"""Workloads: who asks what. Arrivals (`loadgen.arrivals`) decide when.
+"""Workloads: what is sent. Arrivals (`loadgen.arrivals`) decide when.
 
     workload = make_workload("rag", {"documents": 50, "order": "shuffled"})
     workload.conversations(seed=0)   list[Conversation] of turns of segments
@@ -61,10 +61,11 @@ def make_workload(name: str, parameters: Mapping[str, object]) -> AnyWorkload:
     """The workload of that name. Raises WorkloadError for a name or parameter that is not there."""
     kind = WORKLOADS.get(name)
     if kind is None:
-        raise WorkloadError(f"there is no workload {name!r}; there are: {', '.join(WORKLOADS)}")
+        raise WorkloadError(f"unknown workload {name!r}; available: {', '.join(WORKLOADS)}")
     unknown = sorted(set(parameters) - set(kind.__struct_fields__))
     if unknown:
         raise WorkloadError(
-            f"{name} has no {', '.join(unknown)}; it has: {', '.join(kind.__struct_fields__)}"
+            f"{name} has no parameter {', '.join(unknown)}; "
+            f"available: {', '.join(kind.__struct_fields__)}"
         )
     return kind(**parameters)  # type: ignore[arg-type]

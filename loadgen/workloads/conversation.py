@@ -21,7 +21,7 @@ Role = Literal["system", "user", "assistant"]
 
 
 class WorkloadError(ValueError):
-    """A workload that cannot be made. Its text names the parameter."""
+    """Invalid workload parameters. The message names the parameter."""
 
 
 class Segment(NamedTuple):

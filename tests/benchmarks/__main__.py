@@ -28,6 +28,8 @@ BENCHMARKS = {
         "decode_vs_llamacpp",
         "streaming_engine_rate",
         "gateway_vs_smg",
+        "loop_stall",
+        "http_server",
         "simulate_speed",
         "fidelity",
     )

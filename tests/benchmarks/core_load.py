@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 from cluster.blocks import hash_blocks, join_hashes
 from cluster.protocol import Sampling
 from worker.batch import BatchItem
-from worker.engine import EngineConfig, EngineCore, EngineRequest
+from worker.engine import EngineCore
+from worker.engine_config import EngineConfig
+from worker.messages import EngineRequest
 
 BLOCK = 16
 RUNNING = 256

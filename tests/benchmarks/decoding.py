@@ -17,7 +17,8 @@ from cluster.blocks import pack_tokens
 from cluster.protocol import Sampling
 from cluster.settings import WorkerSettings
 from worker.build import build_engine
-from worker.engine import EngineCore, EngineRequest
+from worker.engine import EngineCore
+from worker.messages import EngineRequest
 
 PROMPT_TOKENS = 256
 OUTPUT_TOKENS = 33

@@ -18,10 +18,10 @@ import msgspec
 from cluster.blocks import pack_tokens
 from cluster.protocol import GenerateRequest, Sampling
 from cluster.settings import Settings, WorkerSettings
-from ops.local import start_valkey
+from ops.keeper import start_valkey
 from tests.benchmarks.decoding import ROOT
 from worker.build import build_engine
-from worker.engine import EngineRequest
+from worker.messages import EngineRequest
 from worker.server import WorkerServer
 
 NAME = "streaming_engine_rate"

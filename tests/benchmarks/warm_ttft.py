@@ -11,7 +11,8 @@ from cluster.protocol import Sampling
 from cluster.settings import WorkerSettings
 from tests.benchmarks.decoding import ROOT
 from worker.build import build_engine
-from worker.engine import EngineCore, EngineRequest
+from worker.engine import EngineCore
+from worker.messages import EngineRequest
 from worker.weights import MissingModel
 
 NAME = "warm_ttft"

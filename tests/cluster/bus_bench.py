@@ -49,6 +49,7 @@ class Picture:
         self.cards: dict[str, WorkerCard] = {}
         self.sets: dict[str, set[bytes]] = {}
         self.loads: dict[str, Load] = {}
+        self.states: dict[str, str] = {}
         self.received: list[str] = []
         self.gone: dict[str, str] = {}
         self._changed = asyncio.Event()
@@ -68,6 +69,7 @@ class Picture:
         mine.difference_update(split_hashes(report.evicted))
         mine.update(split_hashes(report.stored))
         self.loads[report.worker] = report.load
+        self.states[report.worker] = report.state
         self.received += report.received
         self._changed.set()
         return len(mine) == report.load.cached_blocks

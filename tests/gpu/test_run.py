@@ -14,7 +14,7 @@ from tests.gpu.run import checked
 from tests.worker.paged import Heads
 from tests.worker.static_attention import StaticBackend
 from tests.worker.tiny_models import tiny_model
-from worker.attention import attention_backend
+from worker.attention.registry import attention_backend
 from worker.decode_graphs import Decoded, eager
 from worker.runner import TorchRunner
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad
 
-from worker.attention import AttentionBackend, AttentionMetadata, write_kv
+from worker.attention.base import AttentionBackend, AttentionMetadata, write_kv
 
 PAGE_MULTIPLE = 256
 DTYPES = (torch.float16, torch.bfloat16)

@@ -290,6 +290,10 @@ def test_the_worker_sees_its_model_read_only(rendered):
     )
     (token,) = (each for each in download["env"] if each["name"] == "HF_TOKEN")
     assert token["valueFrom"]["secretKeyRef"] == {"name": "hub-login", "key": "token"}
+    environment = {each["name"]: each.get("value") for each in download["env"]}
+    assert environment["HF_ENDPOINT"] == "https://hub.example.com"
+    assert environment["HTTPS_PROXY"] == "http://proxy.example.com:3128"
+    assert download["envFrom"] == [{"secretRef": {"name": "hub-settings"}}]
 
 
 def test_selectors_find_their_pods(rendered):

@@ -101,6 +101,13 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
             },
             "volume": {"create": {"enabled": True, "storageClass": "fast", "size": "40Gi"}},
         },
+        "worker": {
+            "env": [
+                {"name": "HF_ENDPOINT", "value": "https://hub.example.com"},
+                {"name": "HTTPS_PROXY", "value": "http://proxy.example.com:3128"},
+            ],
+            "envFrom": [{"secretRef": {"name": "hub-settings"}}],
+        },
         "valkey": {"persistence": {"enabled": True, "storageClass": "fast"}},
     },
     "download_to_each_pod": {"model": {"huggingface": {"repo": "Qwen/Qwen3-8B"}}},

@@ -85,7 +85,7 @@ def test_a_search_prints_what_each_policy_can_be_asked(gateway, tmp_path, capsys
     out = capsys.readouterr().out
     assert code == 0, out
     assert "400.00" in out
-    assert "90 % of the requests kept TTFT 60,000 ms" in out
+    assert "90 % of the requests met TTFT 60,000 ms" in out
     assert (tmp_path / "goodput.json").exists()
 
 

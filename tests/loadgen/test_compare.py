@@ -98,7 +98,7 @@ async def test_run_keeps_policy_and_caches_unless_told():
         assert list(summary.arms) == ["locality"]
         assert summary.valid, summary.reasons
         assert not summary.cold
-        assert "caches were not emptied" in wording.load_lines(summary)[0]
+        assert "caches were not flushed" in wording.load_lines(summary)[0]
         assert len(gateway.bodies) == REQUESTS
         again = await run_arm(options(url, RunOptions, flush=True))
     assert gateway.flushes == 1
@@ -156,7 +156,7 @@ async def test_caches_that_do_not_empty_make_it_invalid():
     gateway.left_blocks = 5
     async with serving(gateway) as url:
         summary = await compare_arms(options(url))
-    assert "locality: caches were not empty at its begin: 10 blocks were left" in summary.reasons
+    assert "locality: caches were not empty at its start: 10 blocks were left" in summary.reasons
 
 
 async def test_a_gateway_that_is_never_quiet_makes_it_invalid():
@@ -164,7 +164,7 @@ async def test_a_gateway_that_is_never_quiet_makes_it_invalid():
     gateway.running = 1
     async with serving(gateway) as url:
         summary = await compare_arms(options(url, quiet_timeout_s=0.1))
-    assert "locality: other requests were running at its begin" in summary.reasons
+    assert "locality: other requests were running at its start" in summary.reasons
 
 
 async def test_a_lagging_client_makes_it_invalid():
@@ -200,7 +200,7 @@ async def test_the_policy_is_put_back_when_interrupted():
 async def test_an_unknown_policy_is_named_before_anything_changes():
     gateway = FakeGateway()
     async with serving(gateway) as url:
-        with pytest.raises(OptionError, match="no policy magic; there are: round_robin, locality"):
+        with pytest.raises(OptionError, match="no policy magic; available: round_robin, locality"):
             await compare_arms(options(url, policies=("round_robin", "magic")))
     assert gateway.policies_set == []
 
@@ -227,7 +227,7 @@ def test_a_comparison_is_of_three_runs_of_each_policy_unless_told():
 
 @pytest.mark.parametrize("policies", [(), ("locality", "locality")])
 async def test_policies_must_differ(policies):
-    with pytest.raises(OptionError, match="once each"):
+    with pytest.raises(OptionError, match="each policy once"):
         await compare_arms(options("http://127.0.0.1:1", policies=policies))
 
 
@@ -340,7 +340,7 @@ async def test_the_worst_requests_are_shown_with_the_decisions_that_were_taken(t
     assert summary.valid, summary.reasons
     page = (tmp_path / "report.html").read_text()
     assert page.count("is right: a &lt;test&gt;") == 2 * WORST
-    assert "decision is not known" not in page
+    assert "Decision not available" not in page
     lines = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
     workers = {line["request_id"]: line["worker"] for line in lines}
     assert len(workers) == 2 * REQUESTS
@@ -355,7 +355,7 @@ async def test_decisions_that_cannot_be_had_do_not_harm_the_run(tmp_path):
         summary = await run_arm(options(url, RunOptions, out=tmp_path))
     assert summary.valid, summary.reasons
     page = (tmp_path / "report.html").read_text()
-    assert page.count("Its decision is not known: GET") == WORST
+    assert page.count("Decision not available: GET") == WORST
     assert "none is kept" in page
     assert (tmp_path / "load.csv").read_text().count("\n") > 2
 

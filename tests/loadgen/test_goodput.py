@@ -101,8 +101,8 @@ async def test_policies_are_searched_one_after_the_other(tmp_path):
     ]
     page = (tmp_path / "report.html").read_text()
     assert findings(summary) == [
-        "locality kept them up to 200.00/s, the highest that was tried, "
-        "round_robin kept the bounds at no rate that was tried: no ratio"
+        "locality met them up to 200.00/s, the highest that was tried, "
+        "round_robin met the bounds at no rate that was tried: no ratio"
     ]
     assert f"L{findings(summary)[0][1:]}" in page
     assert page.count('class="trial met arm1"') == 6 * 3, "three trials in six plots"
@@ -118,10 +118,10 @@ def capacity(rate, too_much):
 @pytest.mark.parametrize(
     ("base", "found", "said"),
     [
-        (capacity(2, 2.5), capacity(4, 5), "locality can be asked more, × 1.60 to × 2.50"),
-        (capacity(4, 5), capacity(2, 2.5), "locality can be asked less, × 0.40 to × 0.62"),
+        (capacity(2, 2.5), capacity(4, 5), "locality sustains a higher rate, × 1.60 to × 2.50"),
+        (capacity(4, 5), capacity(2, 2.5), "locality sustains a lower rate, × 0.40 to × 0.62"),
         (capacity(4, 5), capacity(4, 5), "no difference shown (× 0.80 to × 1.25)"),
-        (capacity(2, 2.5), capacity(4, None), "locality can be asked more, at least × 1.60"),
+        (capacity(2, 2.5), capacity(4, None), "locality sustains a higher rate, at least × 1.60"),
         (capacity(2, None), capacity(4, 5), "no difference shown (× 0.00 to × 2.50)"),
         (capacity(0, 1), capacity(4, 5), "no ratio"),
     ],

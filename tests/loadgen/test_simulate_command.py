@@ -80,7 +80,7 @@ def test_the_slowest_requests_are_shown_with_the_decisions_that_were_taken(tmp_p
     page = (tmp_path / "report.html").read_text()
     assert page.count("<details") == page.count("<th>of it coming</th>") == 2 * WORST
     assert page.count("<td>→ w00") == 2 * WORST
-    assert "is not known" not in page
+    assert "Decision not available" not in page
 
 
 def test_repeats_have_other_seeds_and_the_first_is_the_run_without_them(tmp_path, capsys):
@@ -150,6 +150,25 @@ def test_each_repeat_of_a_trace_has_the_next_seed_for_texts_and_for_the_spread()
 def test_a_fleet_that_cannot_serve_the_requests_is_invalid(tmp_path, capsys):
     assert run([*WORKLOAD, *SMALL, "--kv-tokens", "160", "--out", str(tmp_path)]) == 3
     assert "requests failed" in capsys.readouterr().out
+
+
+def test_prompts_over_the_context_are_left_out_of_every_arm_and_counted(tmp_path, capsys):
+    path, _ = request_file(tmp_path)
+    lengths = [one.prompt_tokens for one in sent_of(Load(requests=path), 16).requests]
+    context_tokens = max(lengths)  # one token short of what the longest prompt needs
+    profile = tmp_path / "small.toml"
+    profile.write_text(
+        f"kv_tokens = 50_000\ncontext_tokens = {context_tokens}\n[cost]\nstep_s = 0.5\n"
+    )
+    flags = ["--requests", str(path), "--workers", "1", "--profile", str(profile)]
+    assert run([*flags, "--out", str(tmp_path)]) == 3
+    assert "--drop-over-context" in capsys.readouterr().out
+    assert run([*flags, "--drop-over-context", "--out", str(tmp_path)]) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    left = sum(length < context_tokens for length in lengths)
+    assert {arm["requests"] for arm in summary["arms"].values()} == {left}
+    note = f"{len(lengths) - left} of {len(lengths)} requests left out"
+    assert any(note in text for text in summary["source"]["notes"])
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,16 @@ def test_with_a_queue_it_waits_until_there_is_room():
     assert second.first_token_s == near(5.0)
 
 
+def test_a_wait_for_room_ends_at_the_gateways_timeout():
+    requests = [FILLS_THE_POOL, MEANWHILE, request(3.0, [8])]
+    _, late, in_time = replay(
+        requests, kv_tokens=16, cost=DECODE_ONLY, queue=2, queue_timeout_s=1.25
+    )
+    assert (late.status, late.http_status, late.end_s) == ("failed", 429, near(3.75))
+    assert "room for the prompt within 1.25 s" in late.error
+    assert in_time.first_token_s == near(5.0)
+
+
 def random_requests(seed, count=60, span_s=60.0):
     rng = random.Random(seed)
     stems = [[100 * stem + n for n in range(rng.randrange(1, 12))] for stem in range(4)]
@@ -151,6 +161,7 @@ def test_tokens_in_are_tokens_computed_plus_tokens_reused(
         load_s=delay_s,
         index_s=delay_s,
         queue=100,
+        queue_timeout_s=1e6,
         token_budget=32,
     )
     outcomes = fleet.replay(asked, "arm")

@@ -75,6 +75,20 @@ def test_azure_prompts_share_nothing(tmp_path):
     assert len(one.hash_ids) == 24
 
 
+def test_azure_rows_of_2024_carry_an_offset(tmp_path):
+    rows = [
+        "TIMESTAMP,ContextTokens,GeneratedTokens",
+        "2024-05-10 00:00:00.009930+00:00,2162,5",
+        "2024-05-10 00:00:01+00:00,10,7",
+        "2024-05-10 02:00:02.5+02:00,11,8",
+    ]
+    (tmp_path / "a.csv").write_text("\n".join(rows))
+    first, second, third = read(tmp_path / "a.csv", "azure").requests
+    assert (first.prompt_tokens, first.output_tokens) == (2162, 5)
+    assert second.arrival_s == pytest.approx(1 - 0.00993)
+    assert third.arrival_s == pytest.approx(2.5 - 0.00993)
+
+
 def test_lmcache_texts_share_ids_as_far_as_they_agree(tmp_path):
     rows = [
         {"timestamp": 5_000_000, "input": "x" * 200, "output": "yes", "session_id": 4},
@@ -242,7 +256,7 @@ def test_impossible_options_are_named(tmp_path, wrong):
 def test_texts_are_not_scaled(tmp_path):
     row = {"timestamp": 1, "input": "a" * 400, "output": "b", "session_id": 1}
     path = write(tmp_path / "t", [row])
-    with pytest.raises(TraceError, match="max_input_tokens"):
+    with pytest.raises(TraceError, match="max-input-tokens"):
         read(path, "lmcache", input_scale=0.5)
     assert read(path, "lmcache", max_input_tokens=10).requests[0].text == "a" * 40
 

@@ -55,11 +55,11 @@ def test_a_clean_run_has_no_reasons():
         ),
         (
             arm(before=fleet(10, indexed_blocks=3)),
-            "locality: caches were not empty at its begin: 3 blocks were left",
+            "locality: caches were not empty at its start: 3 blocks were left",
         ),
         (
             arm(before=fleet(10, cached_blocks=2)),
-            "locality: caches were not empty at its begin: 2 blocks were left",
+            "locality: caches were not empty at its start: 2 blocks were left",
         ),
         (
             arm([outcome("a"), outcome("b", policy="round_robin")]),
@@ -69,7 +69,7 @@ def test_a_clean_run_has_no_reasons():
             arm([outcome("a"), outcome("b", cached_tokens=None)]),
             "locality: 1 answers carried no usage, so their token counts are unknown",
         ),
-        (arm(before=fleet(10, in_flight=1)), "locality: other requests were running at its begin"),
+        (arm(before=fleet(10, in_flight=1)), "locality: other requests were running at its start"),
         (arm(after=fleet(12, running=1)), "locality: requests were still running after its end"),
         (arm(after=fleet(12, epoch=2)), "locality: workers came, went or lost their cache: w0"),
         (
@@ -95,7 +95,7 @@ def test_arms_of_unequal_size_are_named():
 
 def test_each_repeat_is_looked_at():
     named = reasons({"x": [arm(), arm(before=fleet(10, in_flight=1))]}, 2, 100)
-    assert named == ["x, repeat 2: other requests were running at its begin"]
+    assert named == ["x, repeat 2: other requests were running at its start"]
 
 
 def test_arms_with_unequal_repeats_or_fleets_are_named():

@@ -14,7 +14,7 @@ RAMP = {"ramp_up_strategy": "linear", "ramp_up_start_rps": 1, "ramp_up_end_rps":
 @pytest.mark.parametrize(
     ("arrivals", "text"),
     [
-        (None, "as the file says"),
+        (None, "as in the file"),
         (Arrivals(request_rate=2), "Poisson, 2 a second"),
         (Arrivals(request_rate=2, burstiness=0.5), "gamma, burstiness 0.5, 2 a second"),
         (Arrivals(burstiness=math.inf), "constant gaps, 2 a second"),

@@ -237,7 +237,9 @@ def test_impossible_parameters_are_named(name, wrong):
 
 
 def test_unknown_names_are_told_what_there_is():
-    with pytest.raises(WorkloadError, match="there are: shared_prefix, chat"):
+    with pytest.raises(WorkloadError, match="available: shared_prefix, chat"):
         make_workload("other", {})
-    with pytest.raises(WorkloadError, match="rag has no users; it has: num_prompts, documents"):
+    with pytest.raises(
+        WorkloadError, match="rag has no parameter users; available: num_prompts, documents"
+    ):
         make_workload("rag", {"users": 3})

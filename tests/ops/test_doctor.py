@@ -8,12 +8,14 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from cluster.bus import BusKeys, Publisher, connect
+from cluster.bus import BusKeys, Publisher
 from cluster.protocol import PROTOCOL_VERSION, Load
+from cluster.redis_client import connect
 from cluster.settings import BusSettings, GatewaySettings, Settings, WorkerSettings
 from ops.cli import app
 from ops.doctor import examine, healthy
 from router.gateway import Gateway
+from tests.cluster.redis_servers import order
 from tests.router.support import FakeWorker
 from tests.router.test_over_the_bus import Heard, Published
 from tests.tiny_model import write_tiny_llama
@@ -23,6 +25,7 @@ BUS = BusSettings(lease_s=3.0, heartbeat_s=0.1, min_report_gap_s=0.002)
 PATIENCE_S = 1.0
 LINKS = [
     "redis",
+    "writes",
     "cards",
     "versions",
     "digests",
@@ -34,6 +37,7 @@ LINKS = [
     "ready",
     "index",
     "probe",
+    "encoder",
 ]
 
 
@@ -93,12 +97,13 @@ async def look(settings: Settings, url: str):
 
 
 async def test_a_whole_chain_is_ok_and_what_is_cut_is_found(redis_url, pool, tmp_path):
-    """One worker's start serves all looks; each cut is mended before the next."""
+    """One worker's start serves all looks; each cut is repaired before the next."""
     settings = settings_of(redis_url, pool)
     async with real_worker(settings, tmp_path / "model") as server, gateway_of(settings, 1) as gw:
         links = by_name(await look(settings, gw.url))
         assert {link.state for link in links.values()} == {"ok"}, links
-        assert "tokens reused by w0 at the second time" in links["probe"].found
+        assert "tokens reused by w0 on the second request" in links["probe"].found
+        assert "tiny: prompts are encoded by fastokens" in links["encoder"].found
         assert healthy(links.values())
 
         # the index forgot blocks, and nobody else knows
@@ -137,7 +142,7 @@ async def test_a_whole_chain_is_ok_and_what_is_cut_is_found(redis_url, pool, tmp
         other = msgspec.structs.replace(settings, secret="another")
         links = by_name(await look(other, gw.url))
         assert links["digests"].state == "broken"
-        assert "STEMROUTE_SECRET" in links["digests"].mend
+        assert "STEMROUTE_SECRET" in links["digests"].fix
         assert links["workers"].state == "skipped"
 
 
@@ -166,7 +171,7 @@ async def test_a_worker_that_never_reuses_anything_breaks_the_probe(fakes):
         links = by_name(await look(settings, gateway.url))
         assert links["probe"].state == "broken"
         assert "the gateway does not expect a hit there" in links["probe"].found
-        assert "do not reach the gateway" in links["probe"].mend
+        assert "do not reach the gateway" in links["probe"].fix
 
 
 async def test_a_worker_that_does_not_publish_what_it_caches_is_named(fakes):
@@ -178,8 +183,8 @@ async def test_a_worker_that_does_not_publish_what_it_caches_is_named(fakes):
         await heard.until(lambda: gateway._follower.status.disagreeing)
         links = by_name(await look(settings, gateway.url))
         assert links["index"].state == "broken"
-        assert "w1: it says that it caches 50 blocks, but has published 0" in links["index"].found
-        assert links["index"].mend.startswith("restart w1 ")
+        assert "w1: it reports 50 cached blocks, but has published 0" in links["index"].found
+        assert links["index"].fix.startswith("restart w1 ")
         assert not healthy(links.values())
 
 
@@ -189,11 +194,55 @@ async def test_without_redis_only_the_gateway_is_looked_at(fakes):
         away = msgspec.structs.replace(settings, redis_url="redis://127.0.0.1:1/0")
         links = by_name(await look(away, gateway.url))
         assert links["redis"].state == "broken"
-        assert "STEMROUTE_REDIS_URL" in links["redis"].mend
-        assert {links[name].state for name in LINKS[1:8]} == {"skipped"}
+        assert "STEMROUTE_REDIS_URL" in links["redis"].fix
+        assert {links[name].state for name in LINKS[1:9]} == {"skipped"}
         assert (links["gateway"].state, links["ready"].state) == ("ok", "ok")
         unnamed = msgspec.structs.replace(settings, redis_url="")
         assert by_name(await look(unnamed, gateway.url))["redis"].found == "no Redis is named"
+
+
+async def test_a_redis_that_takes_no_writes_or_evicts_is_named(own_valkey, pool):
+    settings = settings_of(own_valkey.connection_url, pool)
+    await order(own_valkey, "CONFIG", "SET", "maxmemory", "1")
+    links = by_name(await look(settings, "http://127.0.0.1:1"))
+    assert (links["redis"].state, links["writes"].state) == ("ok", "broken")
+    assert "Redis takes no writes: it has reached maxmemory" in links["writes"].found
+    await order(own_valkey, "CONFIG", "SET", "maxmemory", "0")
+    for number in range(50):
+        await order(own_valkey, "SET", f"other:{number}", "x" * 50_000)
+    used = (await order(own_valkey, "INFO", "memory"))["used_memory"]
+    await order(own_valkey, "CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    await order(own_valkey, "CONFIG", "SET", "maxmemory", used - 1_000_000)
+    links = by_name(await look(settings, "http://127.0.0.1:1"))
+    assert "evicts keys (maxmemory-policy allkeys-lru" in links["writes"].found
+    await order(own_valkey, "REPLICAOF", "127.0.0.1", "1")
+    links = by_name(await look(settings, "http://127.0.0.1:1"))
+    assert links["redis"].state == "broken"
+    assert "is a replica of 127.0.0.1:1" in links["redis"].found
+
+
+async def test_a_password_is_never_part_of_a_message(own_valkey, pool):
+    await order(own_valkey, "CONFIG", "SET", "requirepass", "right/one")
+    run = CliRunner().invoke
+    port = own_valkey.port
+    for url, words in (
+        (f"redis://:zyx/ret@127.0.0.1:{port}/0", "percent-encode them"),
+        (f"redis://:zyx%2Fret@127.0.0.1:{port}/0", "Redis refuses user or password"),
+        (f"redis://zyx/ret:x@127.0.0.1:{port}", "percent-encode them"),
+        ("redis://:zyx", "the port in the Redis URL is not a number"),
+    ):
+        arguments = ["doctor", "--url", "http://127.0.0.1:1", "--redis-url", url, "--pool", pool]
+        result = await asyncio.to_thread(run, app, arguments)
+        told = result.output + str(result.exception)
+        assert result.exit_code == 1
+        assert words in told, told
+        assert "zyx" not in told, told
+    links = by_name(
+        await look(
+            settings_of(f"redis://:right%2Fone@127.0.0.1:{port}", pool), "http://127.0.0.1:1"
+        )
+    )
+    assert links["redis"].state == "ok"
 
 
 async def test_another_pool_is_named(fakes):
@@ -202,9 +251,9 @@ async def test_another_pool_is_named(fakes):
     links = by_name(await look(other, "http://127.0.0.1:1"))
     assert links["cards"].state == "broken"
     assert settings.pool in links["cards"].found.partition("workers in the pools ")[2].split(", ")
-    assert "STEMROUTE_POOL" in links["cards"].mend
+    assert "STEMROUTE_POOL" in links["cards"].fix
     assert links["gateway"].state == "broken"
-    assert "stemroute gateway" in links["gateway"].mend
+    assert "stemroute gateway" in links["gateway"].fix
 
 
 async def test_a_gateway_of_another_pool_does_not_know_the_workers(fakes):
@@ -267,19 +316,19 @@ async def test_keys_that_are_missing_are_named(fakes):
     async with gateway_of(locked, 2) as gateway:
         links = by_name(await look(settings, gateway.url))
         assert links["index"].state == "broken"
-        assert "STEMROUTE_GATEWAY_ADMIN_KEY" in links["index"].mend
+        assert "STEMROUTE_GATEWAY_ADMIN_KEY" in links["index"].fix
 
 
-async def test_the_command_prints_links_and_mends_and_ends_with_1(fakes):
+async def test_the_command_prints_links_and_fixes_and_ends_with_1(fakes):
     settings, _ = fakes
     arguments = ["doctor", "--url", "http://127.0.0.1:1", "--redis-url", settings.redis_url]
     run = CliRunner().invoke
     result = await asyncio.to_thread(run, app, [*arguments, "--pool", "nobody"])
     assert result.exit_code == 1
-    assert "no worker has announced itself in the pool 'nobody'" in result.output
-    assert "mend: " in result.output
+    assert "no worker is registered in the pool 'nobody'" in result.output
+    assert "fix: " in result.output
     result = await asyncio.to_thread(run, app, [*arguments, "--pool", settings.pool, "--json"])
     assert result.exit_code == 1
     links = json.loads(result.output)
     assert [link["name"] for link in links] == LINKS
-    assert links[1]["state"] == "ok"
+    assert links[2]["state"] == "ok"

@@ -11,6 +11,7 @@ from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.metrics import Metrics
 from router.policies import Policy, parse_policy
+from router.recent_decisions import RecentDecisions
 from router.tokenization import Prompt
 from tests.router.support import NAMESPACE, FakeStatus, card, chain_of, report
 
@@ -24,6 +25,9 @@ def dispatcher_of(
     batches: Sequence[int],
     policy: str | Policy = "locality",
     stored: Mapping[int, list[bytes]] | None = None,
+    *,
+    recent: RecentDecisions | None = None,
+    holds_back: bool = False,
     **load,
 ) -> Dispatcher:
     """Workers w000, w001, … run these batches; those in `stored` hold these blocks."""
@@ -35,4 +39,11 @@ def dispatcher_of(
         fleet.on_card(card(name))
         fleet.on_report(report(name, stored=held, load=told))
     chosen = parse_policy(policy) if isinstance(policy, str) else policy
-    return Dispatcher(fleet, chosen, Metrics(fleet, FakeStatus), random.Random(3))
+    return Dispatcher(
+        fleet,
+        chosen,
+        Metrics(fleet, FakeStatus),
+        random.Random(3),
+        recent=recent,
+        holds_back=holds_back,
+    )

@@ -5,9 +5,9 @@ import socket
 from collections.abc import Callable
 
 from cluster.settings import GatewaySettings
-from router.edge import Edge, Route, body_too_large, json_response, malformed, too_many_connections
+from router.counts import ConnectionCounts, RequestCounts
+from router.edge import Edge, Route, json_response
 from router.http_server import HttpServer
-from router.metrics import ConnectionCounts, RequestCounts
 
 MAX_BODY_BYTES = 1000
 WRITE_TIMEOUT_S = 60.0
@@ -17,14 +17,17 @@ class Site:
     """A server with a few endpoints, and connections to it.
 
     /echo tells what it got; /stream sends what `pieces` gives; /wait never ends
+
+    answer   answers every request; a test may put another in its place
     """
 
-    def __init__(self, max_connections: int = 100) -> None:
+    def __init__(self, max_connections: int = 100, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self.pieces: list[bytes] = [b"one", b"two"]
         self.began = asyncio.Event()
         self.cancelled = asyncio.Event()
         self.sent = 0
-        edge = Edge(GatewaySettings(), RequestCounts())
+        settings = GatewaySettings(max_connections=max_connections, max_body_bytes=max_body_bytes)
+        edge = Edge(settings, RequestCounts())
         edge.add(
             [
                 Route("POST", "/echo", self._echo),
@@ -34,13 +37,9 @@ class Site:
                 Route("GET", "/broken", self._broken),
             ]
         )
+        self.answer = edge.answer
         self.server = HttpServer(
-            admit=edge.admit,
-            answer=edge.answer,
-            malformed=malformed,
-            too_large=body_too_large(MAX_BODY_BYTES),
-            max_body_bytes=MAX_BODY_BYTES,
-            full=too_many_connections(max_connections),
+            edge.service()._replace(answer=lambda request: self.answer(request)),
             max_connections=max_connections,
             write_timeout_s=WRITE_TIMEOUT_S,
             counts=ConnectionCounts(),

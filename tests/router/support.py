@@ -31,6 +31,7 @@ from cluster.protocol import (
 from cluster.settings import GatewaySettings, Settings
 from router.fleet import Fleet
 from router.gateway import Gateway
+from router.siblings import Siblings
 
 BLOCK_SIZE = 4
 NAMESPACE = Namespace(
@@ -116,6 +117,8 @@ class FakeStatus(msgspec.Struct):
     unreadable: int = 0
     refused: dict[str, str] = {}
     report_ages_s: dict[str, float] = {}
+    kept: list[str] = []
+    warning: str = ""
 
 
 class FakeFollower:
@@ -265,9 +268,9 @@ def event(text: str) -> bytes:
 class Rig:
     """A gateway with fake workers, and a client."""
 
-    def __init__(self, workers: int = 1, **gateway) -> None:
+    def __init__(self, workers: int = 1, siblings: Siblings | None = None, **gateway) -> None:
         settings = Settings(gateway=GatewaySettings(**{"port": 0, **gateway}))
-        self.gateway = Gateway(settings, FakeFollower, drain_s=0.2)
+        self.gateway = Gateway(settings, FakeFollower, drain_s=0.2, siblings=siblings)
         self.workers = [FakeWorker(f"w{number}") for number in range(workers)]
         self.arrivals: asyncio.Queue[str] = asyncio.Queue()
         for worker in self.workers:
@@ -313,5 +316,7 @@ class Rig:
 
 
 def count(rig: Rig, metric: str, **labels) -> float:
-    """A counter of the rig's gateway; 0 where nothing was counted."""
-    return rig.gateway.metrics.registry.get_sample_value(f"stemroute_{metric}_total", labels) or 0
+    """A counter of the rig's gateway; 0 if nothing was counted. AssertionError for no such one."""
+    name = f"stemroute_gateway_{metric}_total"
+    [family] = [f for f in rig.gateway.metrics.collect() if f"{f.name}_total" == name]
+    return sum(sample.value for sample in family.samples if sample.labels == labels)

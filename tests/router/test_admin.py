@@ -28,10 +28,11 @@ async def test_the_policy_can_be_seen_and_changed():
 @pytest.mark.parametrize(
     ("body", "code", "words"),
     [
-        ({"policy": "best"}, "unknown_policy", "there is no policy 'best'; there are round_robin"),
+        ({"policy": "best"}, "unknown_policy", "there is no policy 'best': use one of round_robin"),
         ({"policy": "locality:tie=x"}, "unknown_policy", "tie"),
         ({"policy": 5}, None, "must be of the form"),
         (b"round_robin", None, "must be of the form"),
+        (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", None, "nests"),
     ],
 )
 async def test_a_policy_that_cannot_be_had_changes_nothing(body, code, words):
@@ -97,6 +98,7 @@ async def test_the_fleet_is_shown_as_this_gateway_sees_it():
             "connected": True,
             "stale": False,
             "reason": "",
+            "warning": "",
             "reports": 7,
             "gaps": 1,
             "disagreements": 0,
@@ -122,6 +124,8 @@ async def test_the_fleet_is_shown_as_this_gateway_sees_it():
             "dropped_blocks": 0,
             "routed": 1,
             "block_size": 4,
+            "report_age_s": None,
+            "kept": False,
         }
 
 

@@ -6,7 +6,11 @@ import json
 import pytest
 
 from cluster.protocol import Load
-from tests.router.support import Rig, report
+from loadgen.simulation.events import Clock
+from router.admission import Admission, Ticket, Told
+from router.fleet import Fleet
+from tests.router.deciding import dispatcher_of, prompt_of
+from tests.router.support import Rig, card, report
 
 FULL = Load(running=3, free_blocks=0)
 PROMPT = "0123456789ab"  # 12 tokens, 3 blocks of 4
@@ -144,9 +148,9 @@ async def test_the_queue_is_bounded():
         await waits(rig)
         status, headers, body = await rig.complete("mnopqrstuvwx")
         assert (status, headers["Retry-After"], body["error"]["code"]) == (429, "1", "no_room")
-        assert "1 requests wait already" in body["error"]["message"]
+        assert "1 requests are waiting already" in body["error"]["message"]
         async with rig.http.get("/metrics") as metrics:
-            assert "stemroute_queued_requests 1.0" in await metrics.text()
+            assert "stemroute_gateway_queued_requests 1.0" in await metrics.text()
         rig.fleet.on_report(report("w0", load=free(100)))
         assert (await first)[0] == 200
 
@@ -174,28 +178,6 @@ async def test_a_request_waits_no_longer_than_it_may():
         assert rig.gateway.admission.waiting == 0
 
 
-async def test_a_request_that_is_given_up_as_it_gets_its_place_leaves_no_booking():
-    async with Rig(queue=5) as rig:
-        await rig.complete(PROMPT)
-        rig.fleet.on_report(report("w0", load=FULL))
-        asked = asyncio.create_task(rig.gateway.admission.place("tiny", await _prompt(rig), "r1"))
-        await waits(rig)
-        rig.fleet.on_report(report("w0", load=free(100)))
-        rig.gateway.admission._look()  # placed, but not yet awake
-        assert rig.fleet.in_flight == 1
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        assert rig.fleet.in_flight == 0
-
-
-async def _prompt(rig):
-    from router.openai_api import parse_completion
-
-    body = json.dumps({"model": "tiny", "prompt": PROMPT}).encode()
-    return (await rig.gateway._prompt(parse_completion(body)))[0]
-
-
 async def test_a_worker_that_becomes_ready_serves_who_waits():
     async with Rig(workers=2, queue=5) as rig:
         rig.fleet.on_report(report("w1", state="draining"))
@@ -204,3 +186,110 @@ async def test_a_worker_that_becomes_ready_serves_who_waits():
         await waits(rig)
         rig.fleet.on_report(report("w1", state="ready", load=free(100)))
         assert (await asked)[1]["x-stemroute-worker"] == "w1"
+
+
+class Queued:
+    """Tickets over one worker, whose time a test moves, and what each of them is told."""
+
+    def __init__(self, free_blocks: int = 0, limit: int = 5, timeout_s: float = 10.0) -> None:
+        self.clock = Clock()
+        self.dispatcher = dispatcher_of([1], holds_back=True)
+        self.admission = Admission(self.dispatcher, self.clock, limit, timeout_s)
+        self.told: dict[str, list[Told]] = {}
+        self.free(free_blocks)
+
+    @property
+    def fleet(self) -> Fleet:
+        return self.dispatcher.fleet
+
+    def free(self, blocks: int, state: str = "ready") -> None:
+        self.fleet.on_report(report("w000", load=free(blocks), state=state))
+
+    def place(self, ticket: Ticket, tokens: int = 12) -> None:
+        told = self.told.setdefault(ticket.request_id, [])
+        ticket.place(prompt_of(tokens), told.append)
+
+    def wait(self, ticket: Ticket) -> None:
+        ticket.wait_for_worker(self.told.setdefault(ticket.request_id, []).append)
+
+    def tickets(self, count: int) -> list[Ticket]:
+        return [self.admission.ticket("tiny", f"r{number}") for number in range(count)]
+
+    def run(self, until_s: float) -> None:
+        self.clock.at(until_s, self.stop)
+        with pytest.raises(StopIteration):
+            self.clock.run()
+
+    def stop(self) -> None:
+        raise StopIteration
+
+
+def test_requests_are_placed_and_time_out_by_the_scheduler_that_was_passed():
+    queued = Queued()
+    first, second, third = queued.tickets(3)
+    queued.place(first)
+    queued.run(6.0)
+    queued.place(second)
+    queued.place(third, tokens=400)
+    queued.run(9.999)
+    assert queued.told == {"r0": [], "r1": [], "r2": []}
+    queued.run(10.0)
+    (late,) = queued.told["r0"]
+    assert (late.status, late.code) == (429, "no_room")
+    queued.free(3)
+    queued.run(11.0)
+    assert queued.told["r1"] == [second.placement]
+    assert queued.told["r2"] == []
+    assert (queued.admission.waiting, queued.fleet.in_flight) == (1, 1)
+    queued.run(16.0)
+    assert queued.told["r2"][0].status == 429
+    for ticket in (first, second, third):
+        ticket.close()
+    assert (queued.admission.waiting, queued.fleet.in_flight) == (0, 0)
+
+
+def test_a_closed_ticket_is_told_nothing_and_holds_nothing():
+    queued = Queued()
+    placed, waits_on = queued.tickets(2)
+    queued.place(placed)
+    queued.place(waits_on)
+    queued.free(3)
+    queued.admission._look()
+    assert queued.fleet.in_flight == 1
+    placed.close()
+    placed.close()  # harmless
+    waits_on.close()
+    queued.free(100)
+    queued.run(20.0)
+    assert queued.told == {"r0": [queued.told["r0"][0]], "r1": []}
+    assert (queued.admission.waiting, queued.fleet.in_flight) == (0, 0)
+
+
+def test_time_that_ends_while_a_prompt_is_tokenised_lets_those_behind_go_on():
+    queued = Queued()
+    queued.free(0, state="draining")
+    first, second = queued.tickets(2)
+    queued.wait(first)
+    queued.run(5.0)
+    queued.place(second)
+    queued.free(100)
+    queued.run(6.0)
+    assert queued.told == {"r0": [None], "r1": []}, "the first is being tokenised"
+    queued.run(10.1)
+    assert queued.told["r1"] == [second.placement]
+    queued.place(first)
+    refused = queued.told["r0"][1]
+    assert (refused.status, refused.code) == (429, "no_room")
+    assert queued.fleet.in_flight == 1
+
+
+def test_a_repeated_attempt_takes_another_worker_at_once_or_none():
+    queued = Queued(free_blocks=100)
+    (ticket,) = queued.tickets(1)
+    queued.place(ticket)
+    assert ticket.placement.worker == "w000"
+    queued.fleet.on_card(card("w001"))
+    assert ticket.move(prompt_of(12), ["w000"]).worker == "w001"
+    assert queued.fleet.in_flight == 1, "the former booking has ended"
+    assert ticket.move(prompt_of(12), ["w000", "w001"]) is None
+    assert (queued.admission.waiting, queued.fleet.in_flight) == (0, 0)

@@ -221,12 +221,22 @@ def test_many_workers_keep_their_own_rows(fleet):
     assert found.hit_tokens.tolist() == [4 * (n % 9) for n in range(70)]
 
 
-def test_the_listener_hears_of_epochs_and_states(fleet):
+def test_listeners_are_told_of_epochs_and_states(fleet):
     heard = []
-    fleet.listener = lambda: heard.append(len(heard))
+    fleet.changed.subscribe(lambda: heard.append(len(heard)))
     fleet.on_card(card("a"))
     fleet.on_report(report("a"))
     assert len(heard) == 1
     fleet.on_report(report("a", state="draining"))
     fleet.on_gone("a", "left")
     assert len(heard) == 3
+
+
+def test_a_listener_that_has_unsubscribed_is_told_nothing_more(fleet):
+    heard = []
+    unsubscribe = fleet.room.subscribe(lambda: heard.append("first"))
+    fleet.room.subscribe(lambda: heard.append("second"))
+    fleet.on_card(card("a"))
+    unsubscribe()
+    fleet.on_report(report("a"))
+    assert heard == ["first", "second", "second"]

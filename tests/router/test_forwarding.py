@@ -160,9 +160,9 @@ async def test_a_worker_that_cannot_be_reached_is_left_out_until_its_next_report
         rig.fleet.on_report(report(dead, stored=chain_of_text("some prompt")))
         status, headers, _ = await rig.complete()
         assert (status, headers[HEADER_WORKER]) == (200, "w0")
-        assert count(rig, "retries", reason="connect") == 1
+        assert count(rig, "failed_attempts", reason="connect") == 1
         assert (await rig.complete())[0] == 200
-        assert count(rig, "retries", reason="connect") == 1
+        assert count(rig, "failed_attempts", reason="connect") == 1
         rig.fleet.on_report(report(dead))
         assert [m.usable for m in rig.fleet.members()] == [True, True]
 
@@ -189,7 +189,7 @@ async def test_a_fault_before_the_first_byte_is_mended_at_another_worker(fault, 
         assert "hello" in text
         assert len(bad.requests) == len(good.requests) == 1
         assert bad.requests[0] == good.requests[0]
-        assert count(rig, "retries", reason=reason) == 1
+        assert count(rig, "failed_attempts", reason=reason) == 1
         # no status opens a circuit breaker: the next request goes to the holder again
         bad.answer = bad.say("again")
         assert (await rig.complete())[1][HEADER_WORKER] == "w0"
@@ -211,7 +211,7 @@ async def test_a_whole_answer_that_breaks_off_everywhere_is_a_502():
             worker.answer = worker.drop(after=b'{"id": "half')
         status, _, body = await rig.complete()
         assert (status, body["error"]["code"]) == (502, "worker_lost")
-        assert "closed the connection before the answer was complete" in body["error"]["message"]
+        assert "closed the connection before its response was complete" in body["error"]["message"]
 
 
 async def test_a_stream_that_breaks_off_ends_with_an_error_event_and_no_done():

@@ -59,7 +59,7 @@ async def test_an_answer_is_bounded_by_the_default_and_by_the_context():
         ("/v1/completions", b"\xff", 400, "invalid_json", None, "not valid JSON"),
         ("/v1/chat/completions", {"model": "tiny"}, 400, None, "messages", "is missing"),
         ("/v1/chat/completions", {**HELLO, "n": "2"}, 400, None, "n", "wrong type"),
-        ("/v1/chat/completions", {**HELLO, "n": 2}, 400, None, "n", "send it several times"),
+        ("/v1/chat/completions", {**HELLO, "n": 2}, 400, None, "n", "send more requests"),
         (
             "/v1/chat/completions",
             {**HELLO, "logprobs": True},
@@ -74,7 +74,7 @@ async def test_an_answer_is_bounded_by_the_default_and_by_the_context():
             404,
             "model_not_found",
             "model",
-            "the model `huge` does not exist here: there is `other`, `tiny`",
+            "the model `huge` does not exist here: send one of `other`, `tiny`",
         ),
         (
             "/v1/chat/completions",
@@ -114,10 +114,10 @@ async def test_an_answer_is_bounded_by_the_default_and_by_the_context():
             413,
             "body_too_large",
             None,
-            "over the limit of 2000 bytes",
+            "exceeds the limit of 2000 bytes",
         ),
-        ("/v1/embeddings", HELLO, 404, "unknown_url", None, "there is no /v1/embeddings here"),
-        ("/v1/models", HELLO, 405, "method_not_allowed", None, "does not take POST: send GET"),
+        ("/v1/embeddings", HELLO, 404, "unknown_url", None, "there is no endpoint /v1/embeddings"),
+        ("/v1/models", HELLO, 405, "method_not_allowed", None, "does not accept POST: send GET"),
     ],
 )
 async def test_what_goes_wrong_is_said(path, body, status, code, param, words):
@@ -179,7 +179,7 @@ async def test_a_worker_that_serves_another_model_than_its_card_says_gets_nothin
         rig.fleet.on_card(rig.workers[0].card(namespace=other))
         status, headers, body = await rig.complete()
         assert (status, headers["Retry-After"]) == (503, "1")
-        assert "another model than its card says" in body["error"]["message"]
+        assert "does not match its card" in body["error"]["message"]
         assert rig.workers[0].requests == []
 
 
@@ -218,7 +218,7 @@ async def test_health_is_about_the_process_and_ready_about_the_pool():
 
 async def test_a_stale_index_is_not_ready_and_says_why():
     async with Rig() as rig:
-        rig.follower.status.stale = True
+        rig.follower.status.connected, rig.follower.status.stale = False, True
         rig.follower.status.reason = "Redis cannot be reached"
         status, _, body = await rig.get("/ready")
         assert status == 503
@@ -235,7 +235,8 @@ async def test_a_worker_that_disagrees_is_named_while_requests_go_on():
         assert (status, body["ready"], body["reasons"]) == (200, True, [])
         assert body["index"]["stale"]
         assert body["index"]["reason"].startswith(
-            "w1: it says that it caches 50 blocks, but has published 1; its whole set was read 3 "
+            "w1: it reports 50 cached blocks, but has published 1, although its whole set was read "
+            "3 times"
         )
         fleet = (await rig.get("/admin/fleet"))[2]
         assert fleet["bus"]["stale"]
@@ -244,7 +245,7 @@ async def test_a_worker_that_disagrees_is_named_while_requests_go_on():
         assert (await rig.complete())[0] == 200
         rig.follower.status.disagreeing = {"w0": 3}
         reason = (await rig.get("/ready"))[2]["index"]["reason"]
-        assert reason.startswith("w0: it says that its cold tiers hold other numbers of blocks")
+        assert reason.startswith("w0: its reports state other numbers of blocks in cold tiers")
         rig.follower.status.disagreeing = {}
         assert (await rig.get("/ready"))[2]["index"] == {"stale": False, "reason": ""}
 
@@ -253,7 +254,7 @@ async def test_of_many_workers_that_disagree_some_are_named():
     async with Rig(workers=6) as rig:
         rig.follower.status.disagreeing = {f"w{number}": 3 for number in range(6)}
         reason = (await rig.get("/ready"))[2]["index"]["reason"]
-        assert "w2: it says" in reason
+        assert "w2: its reports state" in reason
         assert "w3" not in reason
         assert reason.endswith("; and 3 more workers")
 
@@ -266,7 +267,7 @@ async def test_a_follower_that_ended_is_not_ready():
     gateway = Gateway(Settings(gateway=GatewaySettings(port=0)), Broken)
     await gateway.start()
     await asyncio.wait([gateway._following])
-    assert "the bus follower has ended" in gateway.readiness().reasons[-1]
+    assert "the bus follower has stopped" in gateway.readiness().reasons[-1]
     await gateway.stop()
 
 
@@ -302,31 +303,31 @@ async def test_metrics_tell_of_fleet_bus_and_requests():
             assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
             lines = (await answer.text()).splitlines()
         assert {
-            'stemroute_requests_total{endpoint="/v1/completions",status="200"} 1.0',
-            'stemroute_requests_total{endpoint="/v1/completions",status="400"} 1.0',
-            'stemroute_requests_total{endpoint="none",status="404"} 1.0',
-            'stemroute_decisions_total{policy="locality",reason="only"} 1.0',
-            "stemroute_decision_seconds_count 1.0",
-            "stemroute_first_byte_seconds_count 1.0",
-            "stemroute_prompt_tokens_total 11.0",
-            'stemroute_workers{model="tiny",state="ready"} 1.0',
-            'stemroute_workers{model="tiny",state="draining"} 1.0',
-            'stemroute_worker_pending_prefill_tokens{worker="w0"} 9.0',
-            'stemroute_worker_batch{worker="w0"} 3.0',
-            'stemroute_worker_indexed_blocks{worker="w0"} 1.0',
-            "stemroute_bus_connected 1.0",
-            "stemroute_bus_stale 1.0",
-            "stemroute_bus_reports_total 7.0",
-            "stemroute_bus_gaps_total 1.0",
-            "stemroute_bus_repairs_total 1.0",
-            "stemroute_index_disagreements_total 9.0",
-            "stemroute_disagreeing_workers 1.0",
-            "stemroute_bus_unreadable_total 3.0",
-            'stemroute_worker_report_age_seconds{worker="w0"} 0.5',
-            "stemroute_requests_in_flight 0.0",
-            "stemroute_connections 1.0",
-            "stemroute_refused_connections_total 0.0",
-            "stemroute_stalled_connections_total 0.0",
+            'stemroute_gateway_requests_total{endpoint="/v1/completions",status="200"} 1.0',
+            'stemroute_gateway_requests_total{endpoint="/v1/completions",status="400"} 1.0',
+            'stemroute_gateway_requests_total{endpoint="none",status="404"} 1.0',
+            'stemroute_gateway_decisions_total{policy="locality",reason="only"} 1.0',
+            "stemroute_gateway_decision_duration_seconds_count 1.0",
+            "stemroute_gateway_time_to_first_byte_seconds_count 1.0",
+            "stemroute_gateway_prompt_tokens_total 11.0",
+            'stemroute_gateway_workers{model="tiny",state="ready"} 1.0',
+            'stemroute_gateway_workers{model="tiny",state="draining"} 1.0',
+            'stemroute_gateway_worker_pending_prefill_tokens{worker="w0"} 9.0',
+            'stemroute_gateway_worker_batch_requests{worker="w0"} 3.0',
+            'stemroute_gateway_worker_indexed_blocks{worker="w0"} 1.0',
+            "stemroute_gateway_bus_up 1.0",
+            "stemroute_gateway_index_stale 1.0",
+            "stemroute_gateway_bus_reports_total 7.0",
+            "stemroute_gateway_bus_gaps_total 1.0",
+            "stemroute_gateway_bus_repairs_total 1.0",
+            "stemroute_gateway_index_disagreements_total 9.0",
+            "stemroute_gateway_disagreeing_workers 1.0",
+            "stemroute_gateway_bus_unreadable_messages_total 3.0",
+            'stemroute_gateway_worker_report_age_seconds{worker="w0"} 0.5',
+            "stemroute_gateway_in_flight_requests 0.0",
+            "stemroute_gateway_open_connections 1.0",
+            "stemroute_gateway_refused_connections_total 0.0",
+            "stemroute_gateway_stalled_connections_total 0.0",
         } <= set(lines)
 
 
@@ -356,8 +357,8 @@ async def test_the_api_key_is_asked_for(header, status):
 async def test_two_gateways_of_one_process_count_apart():
     async with Rig() as one, Rig() as other:
         await one.complete()
-        assert b"stemroute_prompt_tokens_total 11.0" in one.gateway.metrics.text()
-        assert b"stemroute_prompt_tokens_total 0.0" in other.gateway.metrics.text()
+        assert b"stemroute_gateway_prompt_tokens_total 11.0" in one.gateway.metrics.text()
+        assert b"stemroute_gateway_prompt_tokens_total 0.0" in other.gateway.metrics.text()
 
 
 async def test_a_taken_port_is_an_error_and_leaves_nothing():
@@ -406,7 +407,7 @@ async def test_that_the_follower_ended_is_told_everywhere():
         assert (bus["connected"], bus["stale"]) == (False, True)
         assert bus["reason"] == body["index"]["reason"] != ""
         lines = rig.gateway.metrics.text().decode().splitlines()
-        assert {"stemroute_bus_connected 0.0", "stemroute_bus_stale 1.0"} <= set(lines)
+        assert {"stemroute_gateway_bus_up 0.0", "stemroute_gateway_index_stale 1.0"} <= set(lines)
 
 
 async def test_a_worker_that_is_not_in_the_fleet_makes_no_index_stale():
@@ -414,4 +415,7 @@ async def test_a_worker_that_is_not_in_the_fleet_makes_no_index_stale():
         rig.follower.status.disagreeing = {"gone": 4}
         assert not (await rig.get("/ready"))[2]["index"]["stale"]
         lines = rig.gateway.metrics.text().decode().splitlines()
-        assert {"stemroute_bus_stale 0.0", "stemroute_disagreeing_workers 0.0"} <= set(lines)
+        assert {
+            "stemroute_gateway_index_stale 0.0",
+            "stemroute_gateway_disagreeing_workers 0.0",
+        } <= set(lines)

@@ -42,8 +42,7 @@ async def test_a_body_may_come_in_chunks_and_with_trailers():
 
 
 async def test_a_body_in_many_small_chunks_takes_no_more_memory_than_it_is_long():
-    async with Site() as site:
-        site.server.max_body_bytes = 200_000
+    async with Site(max_body_bytes=200_000) as site:
         reader, writer = await site.connect()
         chunks = b"2\r\nab\r\n" * 100_000
         tracemalloc.start()
@@ -181,8 +180,8 @@ async def test_an_answer_that_cannot_be_sent_ends_its_connection_and_is_logged(c
         async def odd(request):
             return Response(b"", headers={"X-A": "\ud800"})
 
-        site.server.answer = odd
+        site.answer = odd
         reader, writer = await site.connect()
         writer.write(GET)
         assert await closed(reader)
-        assert "cannot be sent" in caplog.text
+        assert "failed to send a response" in caplog.text

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from cluster.protocol import RequestError, Sampling
-from router.openai_api import parse_chat, parse_completion
+from router.openai_api import ChatBody, CompletionBody, parse_chat, parse_completion
+from router.unserved import NO_EFFECT, UNSERVED
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -69,8 +70,34 @@ def test_nulls_harmless_values_and_unknown_fields_are_ignored():
         service_tier="auto",
         parallel_tool_calls=True,
     )
-    assert asked == chat()
-    assert completion(best_of=1, echo=False, suffix=None) == completion()
+    assert asked._replace(body_bytes=0) == chat()._replace(body_bytes=0)
+    served = completion(best_of=1, echo=False, suffix=None)
+    assert served._replace(body_bytes=0) == completion()._replace(body_bytes=0)
+
+
+def test_the_size_of_the_body_is_kept():
+    body = json.dumps({"model": "m", "prompt": "é"}).encode()
+    assert parse_completion(body).body_bytes == len(body)
+
+
+def test_a_chat_of_too_many_messages_is_refused_with_the_bound():
+    body = json.dumps({"model": "m", "messages": HELLO * 4}).encode()
+    assert len(parse_chat(body, 4).messages) == 4
+    with pytest.raises(RequestError, match=r"4 messages: send at most 3 \(gateway.max_messages\)"):
+        parse_chat(body, 3)
+    with pytest.raises(RequestError, match="at most 10000 messages") as big:
+        parse_chat(json.dumps({"model": "m", "messages": HELLO * 100_000}).encode())
+    assert big.value.status == 400
+
+
+@pytest.mark.parametrize("depth", [2_000, 1_000_000])
+@pytest.mark.parametrize("field", ["tools", "unknown"])
+def test_json_that_nests_too_deeply_is_refused(field, depth):
+    nested = "[" * depth + "]" * depth
+    body = f'{{"model": "m", "messages": [], "{field}": [{{"a": {nested}}}]}}'
+    with pytest.raises(RequestError, match=r"the body (nests|holds)") as refusal:
+        parse_chat(body.encode())
+    assert refusal.value.status == 400
 
 
 def test_text_parts_become_one_string():
@@ -92,9 +119,83 @@ def test_tools_are_shown_to_the_template_unless_none_are_wanted():
         {"role": "tool", "content": "42", "tool_call_id": "1"},
     ]
     assert chat(messages=history).messages[1:] == [
-        {"role": "assistant", "content": "", "tool_calls": calls},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+            ],
+        },
         {"role": "tool", "content": "42", "tool_call_id": "1"},
     ]
+
+
+@pytest.mark.parametrize(
+    ("sent", "given"),
+    [
+        ('{"a": [1, "é"]}', {"a": [1, "é"]}),
+        ("", {}),
+        ("{broken", "{broken"),
+        ("[" * 100_000, "[" * 100_000),
+        ({"a": 1}, {"a": 1}),
+    ],
+)
+def test_the_arguments_of_tool_calls_reach_the_template_parsed(sent, given):
+    calls = [{"type": "function", "function": {"name": "f", "arguments": sent}}, {"id": "odd"}]
+    history = [*HELLO, {"role": "assistant", "tool_calls": calls}]
+    called, odd = chat(messages=history).messages[1]["tool_calls"]
+    assert called["function"] == {"name": "f", "arguments": given}
+    assert odd == {"id": "odd"}
+
+
+def test_an_assistant_may_have_said_nothing():
+    history = [*HELLO, {"role": "assistant", "content": None}, *HELLO]
+    assert chat(messages=history).messages[1] == {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_earlier_reasoning_reaches_the_template_under_both_names(name):
+    history = [*HELLO, {"role": "assistant", "content": "4", name: "2 + 2"}, *HELLO]
+    said = chat(messages=history).messages[1]
+    assert (said["reasoning_content"], said["reasoning"]) == ("2 + 2", "2 + 2")
+
+
+def test_a_nucleus_of_nothing_is_greedy():
+    assert chat(top_p=0).sampling == Sampling(max_tokens=1, temperature=0.0, top_p=1.0)
+    with pytest.raises(RequestError, match="between 0 and 1"):
+        chat(top_p=-0.1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("truncate_prompt_tokens", 5),
+        ("add_generation_prompt", False),
+        ("continue_final_message", True),
+        ("include_stop_str_in_output", True),
+        ("skip_special_tokens", False),
+        ("add_special_tokens", False),
+        ("regex", "a+"),
+        ("reasoning_effort", "high"),
+    ],
+)
+def test_fields_that_would_change_the_answer_are_refused(field, value):
+    with pytest.raises(RequestError, match=f"`{field}` cannot be served") as refused:
+        chat(**{field: value})
+    assert (refused.value.status, refused.value.param) == (400, field)
+    assert chat(**{field: None}).ignored_fields == ()
+
+
+def test_unknown_fields_are_named_unless_a_header_cannot_hold_them():
+    asked = chat(max_toksn=5, **{"a\r\nSet-Cookie: b": 1, "é": 2, "x" * 65: 3}, store=True)
+    assert asked.ignored_fields == ("max_toksn",)
+    assert len(completion(**{f"field{n}": n for n in range(50)}).ignored_fields) == 16
+
+
+def test_no_field_is_both_served_and_listed_as_not_served():
+    served = {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__}
+    assert not served & UNSERVED.keys()
+    assert not UNSERVED.keys() & NO_EFFECT
 
 
 def test_prompts_are_text_or_token_ids():
@@ -132,15 +233,15 @@ def test_prompts_are_text_or_token_ids():
         ({"temperature": -0.1}, "temperature", "between 0 and 2"),
         ({"temperature": "hot"}, "temperature", "wrong type"),
         ({"temperature": True}, "temperature", "wrong type"),
-        ({"top_p": 0}, "top_p", "above 0"),
-        ({"top_p": 1.5}, "top_p", "at most 1"),
+        ({"top_p": -0.5}, "top_p", "between 0 and 1"),
+        ({"top_p": 1.5}, "top_p", "between 0 and 1"),
         ({"top_k": -2}, "top_k", "at least -1"),
         ({"top_k": 2**40}, "top_k", "too large"),
         ({"seed": 2**63}, "seed", "64-bit"),
         ({"stop": ["x"] * 17}, "stop", "at most 16"),
         ({"stop": ""}, "stop", "empty string"),
         ({"stop": [1]}, "stop[0]", "wrong type"),
-        ({"n": 2}, "n", "send it several times"),
+        ({"n": 2}, "n", "send more requests"),
         ({"cache_salt": "x" * 300}, "cache_salt", "at most 256"),
         ({"request_type": "x" * 65}, "request_type", "at most 64"),
         ({"logprobs": True}, "logprobs", "leave it out"),
@@ -174,7 +275,7 @@ def test_what_cannot_be_served_is_refused_by_name(fields, param, words):
         ({"prompt": ""}, "prompt", "is empty"),
         ({"prompt": []}, "prompt", "is empty"),
         ({"prompt": [[]]}, "prompt", "is empty"),
-        ({"prompt": ["a", "b"]}, "prompt", "2 prompts: send one prompt a request"),
+        ({"prompt": ["a", "b"]}, "prompt", "2 prompts: send one prompt per request"),
         ({"prompt": [[1], [2]]}, "prompt", "2 prompts"),
         ({"prompt": [1, "a"]}, "prompt", "2 prompts"),
         ({"prompt": [True]}, "prompt[0]", "wrong type"),

@@ -85,7 +85,7 @@ async def test_a_second_attempt_shows_the_worker_that_failed():
         _, headers, _ = await rig.post("/v1/completions", BODY, headers=ASKING)
         answer, rows = await told(rig, headers[HEADER_REQUEST_ID])
         assert (answer["chosen"], answer["reason"]) == ("w1", "only")
-        assert "failed at this request before" in rows["w0"]["left_out"]
+        assert "failed this request before" in rows["w0"]["left_out"]
         assert rows["w0"]["hit_tokens"] == 20
 
 
@@ -151,8 +151,8 @@ def test_of_many_workers_the_chosen_the_best_holder_and_the_cheapest_are_shown(
 
 
 def test_ended_requests_are_forgotten_in_the_order_they_ended_and_running_ones_never():
-    dispatcher = dispatcher_of(range(2))
-    dispatcher.recent = recent = RecentDecisions(most=2)
+    recent = RecentDecisions(most=2)
+    dispatcher = dispatcher_of(range(2), recent=recent)
     for name in ("a", "b", "c", "d", "runs"):
         placed(dispatcher, name)
     for name in ("b", "a", "c", "d"):

@@ -138,7 +138,7 @@ async def test_the_queue_is_bounded_for_them_too():
         status, headers, body = await rig.complete(PROMPT)
         assert (status, headers["Retry-After"]) == (503, "1")
         assert body["error"]["code"] == "no_ready_worker"
-        assert "1 requests wait already" in body["error"]["message"]
+        assert "1 requests are waiting already" in body["error"]["message"]
         ready(rig)
         assert (await first)[0] == 200
 
@@ -175,7 +175,8 @@ async def test_one_that_has_no_room_when_its_worker_is_ready_waits_on():
         asked = asyncio.create_task(rig.complete(PROMPT))
         await waits(rig)
         ready(rig, load=FULL)
-        while rig.gateway.admission._queues["tiny"][0].prompt is None:  # noqa: ASYNC110
+        (ticket,) = rig.gateway.admission._queues["tiny"]
+        while ticket._prompt is None:  # noqa: ASYNC110
             await asyncio.sleep(0)
         drain(rig)
         ready(rig, load=free(100))

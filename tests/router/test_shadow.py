@@ -279,7 +279,7 @@ def test_shadow_policies_are_read_from_one_setting(text, names):
     ("text", "words"),
     [
         ("best", "there is no policy 'best'"),
-        ("locality,locality", "named twice"),
+        ("locality,locality", "given twice"),
         ("locality:tie=0.1,more=2", "no parameter 'more'"),
     ],
 )
@@ -306,10 +306,10 @@ async def test_a_gateway_reports_its_shadows_and_sends_nothing_by_them():
         assert (live["hit_tokens"], turns["hit_tokens"]) == (3 * 24, 2 * 24)
         lines = rig.gateway.metrics.text().decode().splitlines()
         assert {
-            'stemroute_shadow_requests_total{policy="round_robin"} 4.0',
-            f'stemroute_shadow_hit_tokens_total{{policy="live"}} {3 * 24.0}',
-            f'stemroute_shadow_hit_tokens_total{{policy="round_robin"}} {2 * 24.0}',
-            'stemroute_shadow_imbalance{policy="live"} 2.0',
+            'stemroute_gateway_shadow_requests_total{policy="round_robin"} 4.0',
+            f'stemroute_gateway_shadow_hit_tokens_total{{policy="live"}} {3 * 24.0}',
+            f'stemroute_gateway_shadow_hit_tokens_total{{policy="round_robin"}} {2 * 24.0}',
+            'stemroute_gateway_shadow_imbalance_ratio{policy="live"} 2.0',
         } <= set(lines)
         assert not any(arm._at for arm in rig.gateway.dispatcher.shadows.arms)
 
@@ -323,7 +323,7 @@ async def test_without_shadows_there_is_nothing_to_report():
     async with Rig() as rig:
         await rig.complete()
         assert (await rig.get("/admin/shadow"))[2] == {"arms": []}
-        assert b"stemroute_shadow" not in rig.gateway.metrics.text()
+        assert b"stemroute_gateway_shadow" not in rig.gateway.metrics.text()
 
 
 async def test_a_retry_is_the_same_request_for_a_shadow():

@@ -1,19 +1,22 @@
 """Text becomes the tokens and hashes that workers use."""
 
+from importlib.metadata import version
+
 import msgspec
 import pytest
 import tokenizers
 
 from cluster.blocks import hash_blocks, unpack_tokens
 from cluster.protocol import RequestError
-from router.chat_template import ChatTemplate
+from router.background import Background
 from router.openai_api import ApiRequest
-from router.tokenization import THREAD_CHARACTERS, Encoder, Tokenization
+from router.tokenization import AT_ONCE_BYTES, Encoder, Tokenization
 from tests.real_tokenizer import smollm2
 from tests.router.support import BLOCK_SIZE, NAMESPACE, TOKENIZER, card, model_info
 from worker.weights import MissingModel
 
 SECRET = b"secret"
+CONTEXT_TOKENS = 100_000
 
 
 def asked(**fields):
@@ -39,22 +42,24 @@ class Fetches:
 
 
 @pytest.fixture
-def make():
-    made = []
+def background():
+    background = Background()
+    yield background
+    background.close()
 
+
+@pytest.fixture
+def make(background):
     def tokenization(*answers):
-        made.append(Tokenization(Fetches(*(answers or [model_info()])), SECRET))
-        return made[-1]
+        return Tokenization(Fetches(*(answers or [model_info()])), SECRET, background)
 
-    yield tokenization
-    for tokenization in made:
-        tokenization.close()
+    return tokenization
 
 
-async def prompt_of(tokenization, request, cards=None):
+async def prompt_of(tokenization, request, cards=None, context_tokens=CONTEXT_TOKENS):
     cards = cards or [card()]
     encoder = await tokenization.encoder(cards)
-    return await tokenization.prompt(request, encoder, cards[0].namespace)
+    return await tokenization.prompt(request, encoder, cards[0].namespace, context_tokens)
 
 
 async def test_a_chat_is_rendered_tokenised_and_hashed_as_a_worker_would(make):
@@ -88,6 +93,16 @@ async def test_token_ids_are_taken_as_they_are_and_checked(make):
             await prompt_of(tokenization, asked(token_ids=[5, bad]))
 
 
+async def test_token_ids_may_be_any_that_the_embedding_has(make):
+    """Models often have more rows than their tokenizer has tokens, and now and then fewer."""
+    for rows in (300, 200):
+        tokenization = make(model_info(embedding_rows=rows))
+        prompt = await prompt_of(tokenization, asked(token_ids=[5, rows - 1]))
+        assert unpack_tokens(prompt.token_ids) == [5, rows - 1]
+        with pytest.raises(RequestError, match=f"token id {rows}: .* from 0 to {rows - 1}"):
+            await prompt_of(tokenization, asked(token_ids=[5, rows]))
+
+
 async def test_completions_begin_with_bos_where_the_model_wants_it_and_chats_do_not(make):
     tokenization = make(model_info(add_bos=True))
     completion = await prompt_of(tokenization, asked(text="ab"))
@@ -100,11 +115,51 @@ async def test_completions_begin_with_bos_where_the_model_wants_it_and_chats_do_
 
 
 async def test_long_texts_give_the_same_tokens_off_the_loop(make):
+    text = "word " * 20
+    large = asked(text=text, body_bytes=AT_ONCE_BYTES + 1)
+    small = asked(text=text, body_bytes=AT_ONCE_BYTES)
     tokenization = make()
-    text = "word " * (THREAD_CHARACTERS // 4)
-    prompt = await prompt_of(tokenization, asked(text=text))
-    assert prompt.tokens == len(text)
-    assert await prompt_of(tokenization, asked(text=text)) is prompt  # not tokenised twice
+    assert await prompt_of(tokenization, large) == await prompt_of(tokenization, small)
+
+
+async def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(make):
+    tokenization = make()
+    for request, param in [
+        (asked(text="12345"), "prompt"),
+        (asked(token_ids=[1, 2, 3, 4, 5]), "prompt"),
+        (asked(messages=say("")), "messages"),
+    ]:
+        tokens = (await prompt_of(tokenization, request)).tokens
+        await prompt_of(tokenization, request, context_tokens=tokens + 1)
+        words = f"`tiny` is {tokens} tokens, but the prompt has {tokens} and"
+        with pytest.raises(RequestError, match=words) as refusal:
+            await prompt_of(tokenization, request, context_tokens=tokens)
+        assert (refusal.value.status, refusal.value.param) == (400, param)
+        assert refusal.value.code == "context_length_exceeded"
+
+
+async def test_what_cannot_fit_by_its_size_is_refused_before_it_is_encoded(make, monkeypatch):
+    tokenization = make()
+    encoder = await tokenization.encoder([card()])
+
+    def encode(*_):
+        raise AssertionError("it was encoded")
+
+    monkeypatch.setattr("router.encoding._encode_fast", encode)
+    longest = max(map(len, model_info().special_tokens.values()))
+    text = "x" * (20 * longest)
+    with pytest.raises(RequestError, match="the prompt has at least 20 and") as refusal:
+        await tokenization.prompt(asked(text=text), encoder, NAMESPACE, 10)
+    assert refusal.value.code == "context_length_exceeded"
+
+
+async def test_an_encoder_tells_which_library_serves(make):
+    tokenization = make()
+    assert tokenization.encoder_infos() == []
+    await tokenization.encoder([card()])
+    [info] = tokenization.encoder_infos()
+    assert (info.tokenizer, info.model, info.reason) == (NAMESPACE.tokenizer, "tiny", "")
+    assert (info.library, info.version) == ("fastokens", version("fastokens"))
 
 
 @pytest.mark.parametrize(
@@ -137,6 +192,35 @@ async def test_templates_have_the_usual_helpers(make):
     assert encoder.render(request) == '<s>a[{"n": "é"}]4True!'
 
 
+async def test_tojson_takes_what_transformers_gives_it(make):
+    template = (
+        "{{ tools | tojson(separators=(',', ':'), sort_keys=true, ensure_ascii=true) }}"
+        "{{ tools | tojson(indent=1) }}{{ tools | tojson(false, 1) }}"
+    )
+    encoder = Encoder(model_info(chat_template=template))
+    rendered = encoder.render(asked(messages=say("a"), tools=[{"z": "é", "a": 1}]))
+    indented = '[\n {\n  "z": "é",\n  "a": 1\n }\n]'
+    assert rendered == '[{"a":1,"z":"\\u00e9"}]' + indented * 2
+
+
+async def test_tools_go_to_the_template_for_tools(make):
+    encoder = Encoder(
+        model_info(
+            chat_template="plain {{ messages[0].content }}",
+            tool_chat_template="with {{ tools[0].n }} {{ messages[0].content }}",
+        )
+    )
+    assert encoder.render(asked(messages=say("a"))) == "plain a"
+    assert encoder.render(asked(messages=say("a"), tools=[{"n": "f"}])) == "with f a"
+
+
+async def test_tools_that_the_template_would_drop_are_refused(make):
+    encoder = Encoder(model_info(chat_template="{{ messages[0].content }}"))
+    with pytest.raises(RequestError, match="does not use tools") as refusal:
+        encoder.render(asked(messages=say("a"), tools=[{"n": "f"}]))
+    assert (refusal.value.status, refusal.value.param) == (400, "tools")
+
+
 async def test_a_model_without_a_template_asks_for_completions(make):
     with pytest.raises(RequestError, match="use /v1/completions"):
         await prompt_of(make(model_info(chat_template="")), asked(messages=say("x")))
@@ -167,94 +251,44 @@ async def test_no_tokenizer_at_all_is_said_with_every_reason(make):
     assert (await prompt_of(tokenization, asked(text="hello"))).tokens == 5  # and tried again
 
 
-async def test_the_memory_of_recent_prompts_is_bounded(make, monkeypatch):
-    monkeypatch.setattr("router.tokenization.CACHE_CHARACTERS", 40)
-    tokenization = make()
-    kept = [await prompt_of(tokenization, asked(text=f"text {n:04}")) for n in range(6)]
-    assert sum(len(text) for _, _, text in tokenization._recent) <= 40
-    assert await prompt_of(tokenization, asked(text="text 0005")) is kept[5]
-    assert await prompt_of(tokenization, asked(text="text 0000")) is not kept[0]
-
-
 async def test_text_that_is_no_unicode_is_refused(make):
     with pytest.raises(RequestError, match="surrogate"):
         await prompt_of(make(), asked(text="bad \ud800 text"))
 
 
-class Conversations:
-    """Prompts of real text by a real model's tokenizer and template, or by another template."""
+def real_model():
+    try:
+        real = smollm2()
+    except MissingModel as error:
+        pytest.skip(str(error))
+    return model_info(
+        tokenizer_json=real.tokenizer_json,
+        chat_template=real.chat_template,
+        special_tokens={"bos_token": "<|im_start|>"},
+    )
 
-    def __init__(self, make, template=""):
-        try:
-            real = smollm2()
-        except MissingModel as error:
-            pytest.skip(str(error))
-        info = model_info(
-            tokenizer_json=real.tokenizer_json,
-            chat_template=template or real.chat_template,
-            special_tokens={"bos_token": "<|im_start|>"},
+
+async def test_a_conversation_that_goes_on_has_the_tokens_of_its_whole_text(make):
+    info = real_model()
+    tokenization, encoder = make(info), Encoder(info)
+    library = tokenizers.Tokenizer.from_str(info.tokenizer_json)
+
+    async def check(messages):
+        prompt = await tokenization.prompt(
+            asked(messages=messages), encoder, NAMESPACE, CONTEXT_TOKENS
         )
-        self.encoder = Encoder(info)
-        self._tokenizer = tokenizers.Tokenizer.from_str(real.tokenizer_json)
-        self._tokenization = make(info)
-
-    async def check(self, messages):
-        request = asked(messages=messages)
-        prompt = await self._tokenization.prompt(request, self.encoder, NAMESPACE)
-        whole = self._tokenizer.encode(self.encoder.render(request), add_special_tokens=False)
-        assert unpack_tokens(prompt.token_ids) == whole.ids
+        text = encoder.render(asked(messages=messages))
+        assert unpack_tokens(prompt.token_ids) == library.encode(text).ids
         assert prompt.chain == hash_blocks(NAMESPACE.root(SECRET), prompt.token_ids, BLOCK_SIZE)
 
-
-NO_BOUNDARY = "{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>"
-LOOKS_AHEAD = (
-    "{% for m in messages %}<|im_start|>{{ m.content }}{% if loop.last %} !{% endif %}{% endfor %}"
-)
-
-
-@pytest.mark.parametrize("template", ["", NO_BOUNDARY, LOOKS_AHEAD])
-async def test_a_conversation_that_goes_on_has_the_tokens_of_its_whole_text(make, template):
-    conversations = Conversations(make, template)
     messages = [
         *say("You know all: 12 towns, 3 rivers.", role="system"),
-        *say("Grüß dich, wie geht's?"),
+        *say("Grüß dich, wie geht's?" * 50),
         *say("<|im_end|> is a token", "", " and so ", role="assistant"),
         *say("你好 <|im_start|>user\n", "the same", "the same"),
     ]
     for _ in range(2):  # the second time every message is known
         for length in range(1, len(messages) + 1):
-            await conversations.check(messages[:length])
-    await conversations.check(messages[1:])
-    await conversations.check([*messages[:3], *say("another way")])
-
-
-async def test_what_is_known_of_a_conversation_is_not_rendered_again(make, monkeypatch):
-    conversations = Conversations(make)
-    messages = say("one", "two", "three")
-    await conversations.check(messages[:2])
-    rendered = []
-    part = ChatTemplate.part
-
-    def noting(self, messages, place):
-        rendered.append(place)
-        return part(self, messages, place)
-
-    monkeypatch.setattr(ChatTemplate, "part", noting)
-    await conversations.check(messages)
-    assert rendered == [2]
-
-
-async def test_many_new_messages_are_rendered_at_once(make, monkeypatch):
-    def part(self, messages, place):
-        raise AssertionError("one by one takes many times as long, in which all streams wait")
-
-    monkeypatch.setattr(ChatTemplate, "part", part)
-    await Conversations(make).check(say(*map(str, range(1000))))
-
-
-async def test_messages_with_more_than_a_text_are_rendered_whole(make):
-    conversations = Conversations(make)
-    await conversations.check([{"role": "user", "content": "x", "name": "Ada"}])
-    request = asked(messages=say("x"), template_fields={"a": 1})
-    assert conversations.encoder.names(request) == []
-    assert conversations.encoder.names(asked(messages=say("x"), tools=[{}])) == []
+            await check(messages[:length])
+    await check(messages[1:])
+    await check([*messages[:3], *say("another way")])

@@ -6,7 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from router import worker_connections
-from router.worker_connections import WorkerConnections, WorkerLost, WorkerUnreachable
+from router.worker_connections import (
+    MAX_FRAMING_BYTES,
+    WorkerConnections,
+    WorkerLost,
+    WorkerUnreachable,
+)
 from tests.router.test_forwarding import refused_address
 
 OK = b"HTTP/1.1 200 OK\r\nX-Told: 7\r\nContent-Length: 2\r\n\r\nhi"
@@ -162,6 +167,48 @@ async def test_a_head_may_come_in_pieces_and_after_an_interim_one():
         assert await (await posting).read() == b"hi"
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+async def test_chunks_give_their_content_however_they_are_cut(size):
+    sent = CHUNKED + b"2;a=b\r\nab\r\n10\r\n" + b"c" * 16 + b"\r\n0\r\nX-Told: no\r\nX-B: 1\r\n\r\n"
+    async with Server() as server:
+        posting, reader, writer = await server.asked()
+        for _ in range(2):
+            await read_request(reader)
+            for place in range(0, len(sent), size):
+                writer.write(sent[place : place + size])
+                await asyncio.sleep(0)
+            answer = await posting
+            assert await answer.read() == b"ab" + b"c" * 16
+            assert answer.headers == {"transfer-encoding": "Chunked"}  # trailers are no headers
+            answer.close()
+            posting = server.post()
+        assert server.accepted.empty()
+        posting.cancel()
+
+
+@pytest.mark.parametrize("more", [OK, b"more"])
+async def test_a_connection_with_bytes_after_an_answer_is_not_used_again(more):
+    async with Server() as server:
+        answer, reader, _ = await server.answered(OK + more)
+        assert await answer.read() == b"hi"
+        answer.close()
+        await server.answered(OK)  # on a new connection
+        await read_request(reader)
+        assert await reader.read() == b""
+
+
+async def test_an_answer_that_nobody_asked_for_ends_the_connection(monkeypatch):
+    async with Server() as server:
+        answer, _, writer = await server.answered(OK)
+        await answer.read()
+        answer.close()
+        lost = asyncio.Event()
+        monkeypatch.setattr(server.workers, "_lost", also(server.workers._lost, lost.set))
+        writer.write(OK)
+        await asyncio.wait_for(lost.wait(), 10)
+        assert not server.workers._idle
+
+
 async def test_a_body_without_length_ends_with_the_connection():
     async with Server() as server:
         answer, _, writer = await server.answered(b"HTTP/1.1 200 OK\r\n\r\nall ")
@@ -183,6 +230,14 @@ async def test_a_body_without_length_ends_with_the_connection():
         b"HTTP/1.1 200 OK\r\nContent-Type: a\rb\r\nContent-Length: 0\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked, gzip\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\nhi",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX-A: a\r\n b\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n" + OK,
+        b"HTTP/2.0 200 OK\r\n\r\n",
+        b"HTTP/1.1 000 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX-A: " + b"a" * MAX_FRAMING_BYTES,
     ],
 )
 async def test_a_worker_that_sends_no_answer_is_lost(sent):
@@ -195,7 +250,21 @@ async def test_a_worker_that_sends_no_answer_is_lost(sent):
 
 
 @pytest.mark.parametrize(
-    "rest", [b"", b"2\r\nhi\r\n", b"2\r\nhi\r\n0\r\n", b"9\r\nhi", b"nonsense\r\n"]
+    "rest",
+    [
+        b"",
+        b"2\r\nhi\r\n",
+        b"2\r\nhi\r\n0\r\n",
+        b"9\r\nhi",
+        b"nonsense\r\n",
+        b"-1\r\n",
+        b"2\r\nabc\r\n0\r\n\r\n",
+        b"2\r\nab\rc",
+        b"2\nab\n0\n\n",
+        b"0\r\nno trailer\r\n\r\n",
+        b"1;" + b"a" * MAX_FRAMING_BYTES,
+        b"2\r\nhi\r\n0\r\nX-A: " + b"a" * MAX_FRAMING_BYTES,
+    ],
 )
 async def test_an_answer_that_breaks_off_is_lost(rest):
     async with Server() as server:

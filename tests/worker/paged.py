@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from tests.worker.tiny_models import item
-from worker.attention import attention_backend
+from worker.attention.registry import attention_backend
 from worker.step_layout import StepLayout
 
 

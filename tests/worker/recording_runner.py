@@ -12,9 +12,11 @@ from dataclasses import replace
 
 from cluster.blocks import pack_tokens
 from cluster.protocol import Sampling
-from worker.batch import BatchItem
-from worker.engine import EngineConfig, EngineCore, EngineRequest, Output
-from worker.eviction_choice import parse_eviction
+from worker.batch import NOT_FINITE, BatchItem
+from worker.engine import EngineCore
+from worker.engine_config import EngineConfig
+from worker.eviction.registry import parse_eviction
+from worker.messages import EngineRequest, Output
 from worker.tiers.cold_tiers import ColdTiers
 
 ROOT = b"r" * 32
@@ -52,7 +54,13 @@ def reference(request: EngineRequest, prompt: list[int], config: EngineConfig):
 
 
 class RecordingRunner:
-    """`core` is set once it exists. `batches` records what was asked."""
+    """`core` is set once it exists. `batches` records what was computed.
+
+    broken      raised for every batch
+    bad         request id -> what is raised for every batch with that request
+    room        MemoryError is raised for batches of more tokens
+    not_finite  ids of requests whose logits are NaN
+    """
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -61,7 +69,10 @@ class RecordingRunner:
         self.prompts: dict[str, int] = {}
         self.kv: dict[tuple[int, int], int] = {}
         self.batches: list[list[BatchItem]] = []
-        self.fail_next: Exception | None = None
+        self.broken: Exception | None = None
+        self.bad: dict[str, Exception] = {}
+        self.room = 1 << 30
+        self.not_finite: set[str] = set()
 
     def expect(self, request: EngineRequest, prompt: list[int]) -> None:
         self.truth[request.request_id] = (request.namespace_root, list(prompt))
@@ -84,6 +95,8 @@ class RecordingRunner:
         for sequence in self.core._scheduler.running.values():
             for block in sequence.block_table:
                 users.setdefault(block, set()).add(sequence.request_id)
+        if batch[0].request_id == "":
+            return self.probe(batch[0])
         for item in batch:
             _, tokens = self.truth[item.request_id]
             end = item.start + len(item.token_ids)
@@ -99,7 +112,6 @@ class RecordingRunner:
                 writer[slot] = item.request_id
                 assert not cache.holds(block), "a cached block is written"
                 assert users[block] == {item.request_id}, "a shared block is written"
-        self.batches.append([replace(item, block_table=list(item.block_table)) for item in batch])
         sampled: list[int | None] = []
         written: dict[tuple[int, int], int] = {}
         for item in batch:
@@ -113,19 +125,39 @@ class RecordingRunner:
             for offset, token in enumerate(item.token_ids):
                 value = kv_value(value, token)
                 written[self.slot(item, item.start + offset)] = value
-            if item.sample:
+            if item.sample and item.request_id in self.not_finite:
+                sampled.append(NOT_FINITE)
+            elif item.sample:
                 sampled.append(sample(value, item.sampling.seed or 0, item.output_index))
             else:
                 sampled.append(None)
-        if self.fail_next is not None:
-            error, self.fail_next = self.fail_next, None
+        if error := self.failure(batch):
             self.kv.update(dict.fromkeys(written, -1))
             raise error
+        self.batches.append([replace(item, block_table=list(item.block_table)) for item in batch])
         self.kv.update(written)
         for item, token in zip(batch, sampled, strict=True):
-            if token is not None:
+            if token is not None and token != NOT_FINITE:
                 self.truth[item.request_id][1].append(token)
         return sampled
+
+    def failure(self, batch: list[BatchItem]) -> Exception | None:
+        """What this batch raises."""
+        if sum(len(item.token_ids) for item in batch) > self.room:
+            return MemoryError("no room")
+        bad = [self.bad[item.request_id] for item in batch if item.request_id in self.bad]
+        return self.broken or next(iter(bad), None)
+
+    def probe(self, item: BatchItem) -> list[int | None]:
+        """A token of nobody's, to see whether anything can be computed."""
+        (block,) = item.block_table
+        assert self.core is not None
+        assert not self.core._cache.holds(block)
+        tables = [s.block_table for s in self.core._scheduler.running.values()]
+        assert block not in {block for table in tables for block in table}
+        if self.broken is not None:
+            raise self.broken
+        return [0]
 
 
 class Rig:
@@ -201,6 +233,13 @@ class Rig:
             self.tokens[output.request_id] += output.token_ids
             if output.finish_reason:
                 self.final[output.request_id] = output
+        return outputs
+
+    def fail(self) -> list[Output]:
+        """A step in which nothing can be computed."""
+        self.runner.broken = RuntimeError("the accelerator fell over")
+        outputs = self.step()
+        self.runner.broken = None
         return outputs
 
     def publish(self) -> set[bytes]:

@@ -10,7 +10,9 @@ from cluster.blocks import pack_tokens
 from cluster.protocol import Sampling
 from tests.worker.plain_llama import first_difference
 from tests.worker.tiny_models import random_tensors, tiny_config
-from worker.engine import EngineConfig, EngineCore, EngineRequest, Output
+from worker.engine import EngineCore
+from worker.engine_config import EngineConfig
+from worker.messages import EngineRequest, Output
 from worker.models import LlamaModel
 from worker.runner import TorchRunner
 from worker.tiers.cold_tiers import ColdTiers

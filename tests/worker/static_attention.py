@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from worker.attention import AttentionBackend, write_kv
+from worker.attention.base import AttentionBackend, write_kv
 from worker.attention.sdpa import SdpaBackend
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.worker.paged import check
-from worker.attention import attention_backend, sdpa
+from worker.attention import sdpa
+from worker.attention.registry import attention_backend
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])

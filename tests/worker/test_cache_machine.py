@@ -24,6 +24,7 @@ STEMS = [[1] * 24, [1] * 5 + [2] * 19, [1] * 9 + [3] * 15, [4] * 24]
 """Prompts are cut from these, so that most share a prefix of some length with others."""
 
 
+FAULTS = ["raises", "not finite", "memory"]
 EVICTION = ["lru", "lfu", "ttl:ttl_s=9", "workload_aware"]
 
 
@@ -92,12 +93,30 @@ class World:
         self.consistent()
 
     def fail(self) -> None:
+        """A step in which nothing can be computed."""
         if self.rig.core.has_work():
-            self.rig.runner.fail_next = RuntimeError("the accelerator fell over")
-            outputs = self.rig.step()
+            outputs = self.rig.fail()
             assert outputs
             assert all(o.finish_reason == "error" and o.error for o in outputs)
             self.consistent()
+
+    def fault(self, kind: str) -> None:
+        """A step in which one request raises or computes NaN, or memory suffices for a token."""
+        runner, running = self.rig.runner, self.rig.core._scheduler.running
+        victim = next(reversed(running), "")
+        if kind == "raises" and victim:
+            runner.bad[victim] = RuntimeError("cannot be computed")
+        elif kind == "not finite" and victim:
+            runner.not_finite.add(victim)
+        elif kind == "memory":
+            runner.room = 1
+        outputs = self.rig.step()
+        failed = [output.request_id for output in outputs if output.finish_reason == "error"]
+        assert set(failed) <= {victim}
+        self.consistent()
+        runner.bad.clear()
+        runner.not_finite.clear()
+        runner.room = 1 << 30
 
     def only_pinned(self) -> int:
         """Pinned blocks that no sequence uses."""
@@ -215,13 +234,15 @@ class WorldMachine(RuleBasedStateMachine):
 
     # Rare, or no state would live long enough to become interesting.
     @precondition(lambda self: self.quiet > 8)
-    @rule(flush=st.booleans())
-    def flush_or_fail(self, flush):
+    @rule(what=st.sampled_from(["flush", "fail", *FAULTS]))
+    def flush_or_fail(self, what):
         self.quiet = 0
-        if flush:
+        if what == "flush":
             self.world.flush()
-        else:
+        elif what == "fail":
             self.world.fail()
+        else:
+            self.world.fault(what)
 
     @invariant()
     def consistent(self):
@@ -337,7 +358,9 @@ def play(seed: int):
             world.flush()
         elif chance < 0.42:
             world.fail()
-        elif chance < 0.44:
+        elif chance < 0.435:
+            world.fault(rng.choice(FAULTS))
+        elif chance < 0.45:
             world.pin(rng.choice(STEMS), rng.choice(ROOTS))
         elif chance < 0.50:
             world.rig.publish()

@@ -7,7 +7,8 @@ from cluster.protocol import Sampling
 from worker.batch import BatchItem, check_sampled
 from worker.block_pool import InvariantError
 from worker.decodes import Decodes
-from worker.sequence import EngineRequest, Sequence, Status
+from worker.messages import EngineRequest
+from worker.sequence import Sequence, Status
 
 BLOCK = 4
 
@@ -119,7 +120,7 @@ def vars_of(item):
 def test_a_check_sees_tokens_that_were_changed_elsewhere():
     decodes, (a, _, _) = batch_of_three()
     a.tokens.append(1)
-    with pytest.raises(InvariantError, match="a decodes"):
+    with pytest.raises(InvariantError, match="a has the columns"):
         decodes.check()
 
 

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,8 @@ from tokenizers import (
     trainers,
 )
 
+from cluster.protocol import GenerateRequest, Sampling
+from worker.answers import Transcript
 from worker.detokenizer import IncrementalDetokenizer, StopStringFilter
 
 TEXTS = [
@@ -225,3 +228,29 @@ def test_what_was_held_back_comes_at_the_end():
     assert filter_.push("a STO") == ("a ", False)
     assert filter_.finish() == "STO"
     assert filter_.finish() == ""
+
+
+# Special tokens as stop strings
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_special_token_as_a_stop_string_stops(name):
+    """It gives no text, and with `ignore_eos` the engine goes on after it."""
+    tokenizer = TOKENIZERS[name]
+    end = tokenizer.token_to_id("<|end|>")
+    ids = tokenizer.encode("Hello, the 42", add_special_tokens=False).ids
+    whole = tokenizer.decode(ids)
+    request = GenerateRequest(
+        request_id="r",
+        model="m",
+        kind="completion",
+        token_ids=b"",
+        sampling=Sampling(max_tokens=99, stop=["<|end|>", "never"], ignore_eos=True),
+    )
+    transcript = Transcript(request, tokenizer)
+    assert transcript.push([*ids, end, *ids], "") == whole
+    assert (transcript.finish_reason, transcript.completion_tokens) == ("stop", len(ids) + 1)
+    other = msgspec.structs.replace(request.sampling, stop=["never"])
+    transcript = Transcript(msgspec.structs.replace(request, sampling=other), tokenizer)
+    transcript.push([*ids, end, *ids], "")
+    assert transcript.finish_reason == ""

@@ -3,7 +3,9 @@
 The whole engine (core, torch runner, paged attention, sampler) and the server's `Transcript`, on
 a tiny model in fp32. Pools are so small that sequences preempt and evict one another, prompts
 share prefixes and continue earlier answers, requests are cancelled at every stage, caches are
-flushed and steps fail. The reference (`plain_llama`) serves one sequence, without cache or blocks.
+flushed and steps fail. Before every step all blocks that hold no computed token are filled with
+NaN, the padding block too: what a former owner left there must change nothing. The reference
+(`plain_llama`) serves one sequence, without cache or blocks.
 That every situation was reached is asserted, so that the test cannot become harmless unnoticed.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -21,13 +24,18 @@ from tests.tiny_model import byte_tokenizer
 from tests.worker.plain_llama import all_logits, first_difference
 from tests.worker.tiny_models import random_tensors, tiny_config
 from worker.answers import Transcript
-from worker.engine import EngineConfig, EngineCore, EngineRequest
-from worker.eviction_choice import parse_eviction
+from worker.batch import NOT_FINITE
+from worker.decode_graphs import eager
+from worker.engine import EngineCore
+from worker.engine_config import EngineConfig
+from worker.eviction.registry import parse_eviction
+from worker.messages import EngineRequest
 from worker.models import LlamaModel
 from worker.runner import TorchRunner
 from worker.sequence import Status
 
 SCHEDULES = 200
+TRITON_SCHEDULES = 2
 TOKENIZER = byte_tokenizer()
 VOCABULARY = TOKENIZER.get_vocab_size()
 MODEL_CONFIG = tiny_config(vocab_size=VOCABULARY, context_tokens=160)
@@ -57,19 +65,37 @@ def differs_at(prompt: list[int], answer: list[int], sampling: Sampling) -> int 
     return first_difference(MODEL_CONFIG, TENSORS, prompt, answer, sampling)
 
 
-class FailingRunner:
-    """The real runner; on demand it computes its batch and then fails."""
+class HostileRunner:
+    """The real runner in a pool full of NaN. It fails on demand, after it has computed.
+
+    broken      it fails on every batch
+    bad         it fails on batches with this request
+    not_finite  rows of logits that were not finite
+    """
 
     def __init__(self, runner: TorchRunner) -> None:
         self.runner = runner
-        self.fail_next = False
+        self.broken = False
+        self.bad = ""
+        self.not_finite = 0
 
     def execute(self, batch):
         sampled = self.runner.execute(batch)
-        if self.fail_next:
-            self.fail_next = False
+        self.not_finite += sampled.count(NOT_FINITE)
+        if self.broken or self.bad in [item.request_id for item in batch]:
             raise RuntimeError("the accelerator fell over")
         return sampled
+
+    def poison(self, core: EngineCore) -> None:
+        """Fill all blocks with NaN that hold no computed token."""
+        held = set(core._cache._hashes)
+        for sequence in core._scheduler.running.values():
+            computed = -(-sequence.computed_tokens // self.runner.block_size)
+            held.update(sequence.block_table[:computed])
+        free = torch.tensor(sorted({*range(len(self.runner.pools[0][0]))} - held))
+        for pair in self.runner.pools:
+            for pool in pair:
+                pool[free] = float("nan")
 
 
 class Client:
@@ -88,7 +114,7 @@ class Client:
 class Schedule:
     """One engine, and a random history of what is asked of it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, attention: str = "sdpa", graphs: bool = False) -> None:
         self.rng = rng = random.Random(seed)
         self.seen: Counter[str] = Counter()
         size = rng.choice([4, 8, 8, 16])
@@ -104,7 +130,10 @@ class Schedule:
             cache_share=rng.choice([1.0, 1.0, 0.5]),
         )
         blocks = self.config.capacity_blocks
-        self.runner = FailingRunner(TorchRunner(MODEL, blocks, size))
+        runner = TorchRunner(MODEL, blocks, size, attention)
+        if graphs:
+            runner.capture_decodes(self.config.max_batch_size, self.config.sequence_limit, eager)
+        self.runner = HostileRunner(runner)
         weak = seed % 10 == 9
         self.core = EngineCore(
             self.config,
@@ -129,8 +158,7 @@ class Schedule:
             elif chance < 0.465:
                 self.flush()
             elif chance < 0.475 and self.core.has_work():
-                self.runner.fail_next = True
-                self.step()
+                self.fail()
             else:
                 self.step()
         while self.core.has_work():
@@ -140,6 +168,7 @@ class Schedule:
         assert (load.running, load.waiting, load.pending_prefill_tokens) == (0, 0, 0)
         assert load.free_blocks == self.config.capacity_blocks
         assert not self.live
+        assert not self.runner.not_finite
 
     def arrive(self) -> None:
         rng = self.rng
@@ -196,6 +225,7 @@ class Schedule:
 
     def step(self) -> None:
         self.now += 1.0
+        self.runner.poison(self.core)
         for output in self.core.step(self.now):
             client = self.clients[output.request_id]
             assert not client.outcome, "an output after the end"
@@ -213,6 +243,17 @@ class Schedule:
                     self.seen["stopped by a string"] += 1
         if self.rng.random() < 0.25:
             self.core.check()
+
+    def fail(self) -> None:
+        """A step in which one request fails, or all of them."""
+        before = len(self.live)
+        if self.live and self.rng.random() < 0.5:
+            self.runner.bad = self.rng.choice(self.live)
+        else:
+            self.runner.broken = True
+        self.step()
+        self.seen["failed alone"] += bool(self.runner.bad and len(self.live) == before - 1)
+        self.runner.bad, self.runner.broken = "", False
 
     def end(self, request_id: str, outcome: str) -> None:
         self.clients[request_id].outcome = outcome
@@ -289,11 +330,12 @@ class Schedule:
         return text, "length"
 
 
-def test_every_answer_of_every_schedule_equals_the_reference():
+def played(seeds: Iterable[int], **fields) -> Counter[str]:
+    """What the schedules of these seeds reached; every answer was compared."""
     torch.set_num_threads(1)
     seen: Counter[str] = Counter()
-    for seed in range(SCHEDULES):
-        schedule = Schedule(seed)
+    for seed in seeds:
+        schedule = Schedule(seed, **fields)
         try:
             schedule.play(36)
             schedule.compare()
@@ -303,6 +345,22 @@ def test_every_answer_of_every_schedule_equals_the_reference():
         seen += schedule.seen
         stats = schedule.core.stats()
         seen.update({name: getattr(stats, name) for name in stats.__struct_fields__})
+    return seen
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_so_do_those_of_the_triton_kernels(graphs):
+    """Interpreted, with decodes launch by launch and replayed."""
+    backend = pytest.importorskip("worker.attention.triton", reason="triton is not installed")
+    if not backend.triton.knobs.runtime.interpret:
+        pytest.skip("TRITON_INTERPRET is not 1: the kernels would be compiled for a GPU")
+    seen = played(range(TRITON_SCHEDULES), attention="triton", graphs=graphs)
+    assert seen["tokens compared"] > 100
+    assert seen["evictions_for_space"]
+
+
+def test_every_answer_of_every_schedule_equals_the_reference():
+    seen = played(range(SCHEDULES))
     least = {
         "hits": 200,
         "partial_hits": 150,
@@ -316,6 +374,7 @@ def test_every_answer_of_every_schedule_equals_the_reference():
         "duplicates": 40,
         "collisions": 80,
         "failed_steps": 20,
+        "failed alone": 5,
         "flushed in use": 30,
         "stopped by a string": 100,
         "refused 400": 20,

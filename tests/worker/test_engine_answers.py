@@ -5,7 +5,7 @@ import pytest
 from cluster.protocol import RequestError
 from tests.worker.recording_runner import VOCABULARY, Rig
 from tests.worker.scheduling import prompt_of
-from worker.engine import InvariantError
+from worker.block_pool import InvariantError
 
 
 def test_finish_reasons():
@@ -87,21 +87,22 @@ def test_a_full_queue_is_a_429():
     rig.drain()
 
 
-def test_a_failing_runner_ends_its_batch_with_errors_and_the_engine_goes_on():
+def test_where_nothing_can_be_computed_the_batch_ends_with_errors_and_the_engine_goes_on():
     rig = Rig(max_batch_size=2, chunk_tokens=4)
     rig.add("a", prompt_of(12))
     rig.add("b", prompt_of(12, first=3))
     rig.add("c", prompt_of(12, first=4))
     rig.step()
-    rig.runner.fail_next = RuntimeError("out of memory")
-    outputs = rig.step()
+    outputs = rig.fail()
     assert [(o.request_id, o.finish_reason) for o in outputs] == [("a", "error"), ("b", "error")]
-    assert all("out of memory" in o.error for o in outputs)
+    assert all("fell over" in o.error for o in outputs)
     assert isinstance(rig.core.last_failure, RuntimeError)
     assert rig.core.load().cached_blocks == 2  # of the first step only
+    assert rig.core.dead_steps == 1
     rig.drain()
     assert rig.final["c"].finish_reason == "length"
     assert rig.core.stats().failed_steps == 1
+    assert rig.core.dead_steps == 0
 
 
 @pytest.mark.parametrize("answer", [[], [None], [1, 1]])

@@ -13,7 +13,9 @@ import torch
 from cluster.blocks import pack_tokens
 from cluster.protocol import Sampling
 from tests.worker.tiny_models import tiny_model
-from worker.engine import EngineConfig, EngineCore, EngineRequest
+from worker.engine import EngineCore
+from worker.engine_config import EngineConfig
+from worker.messages import EngineRequest
 from worker.runner import TorchRunner
 
 BLOCK = 16

@@ -6,7 +6,8 @@ import pytest
 
 from cluster.blocks import hash_blocks, pack_tokens
 from worker.block_pool import BlockPool, InvariantError
-from worker.eviction import BlockUse, Lru
+from worker.eviction.base import BlockUse
+from worker.eviction.lru import Lru
 from worker.prefix_cache import PrefixCache
 
 USE = BlockUse(0.0, 0, 0)

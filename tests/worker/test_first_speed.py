@@ -96,7 +96,7 @@ async def test_routers_know_the_speed_before_the_first_request(redis_url, pool, 
     async with a_worker(redis_url, pool, model, kv_blocks=30, block_size=8):
         async with a_fleet(redis_url, pool) as fleet, asyncio.timeout(20):
             changed = asyncio.Event()
-            fleet.on_room = changed.set
+            fleet.room.subscribe(changed.set)
             while not (members := fleet.members()) or fleet.last_report_at is None:
                 await changed.wait()
                 changed.clear()

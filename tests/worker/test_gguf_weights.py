@@ -22,8 +22,10 @@ def permute(tensor, heads):
     return halves.swapaxes(1, 2).reshape(tensor.shape)
 
 
-def write_gguf(file, config, tensors, architecture="llama", extra=()):
-    """A GGUF file of a model given by Hugging Face names."""
+def write_gguf(
+    file, config, tensors, architecture="llama", extra=(), split="smollm", fill=lambda writer: None
+):
+    """A GGUF file of a model given by Hugging Face names; `fill` adds metadata."""
     writer = gguf.GGUFWriter(str(file), architecture)
     writer.add_block_count(config.layers)
     writer.add_context_length(config.context_tokens)
@@ -35,13 +37,14 @@ def write_gguf(file, config, tensors, architecture="llama", extra=()):
     writer.add_layer_norm_rms_eps(config.rms_eps)
     writer.add_rope_freq_base(config.rope.theta)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(split)
     writer.add_token_list(VOCABULARY)
     writer.add_token_types([3, 3, *[1] * (len(VOCABULARY) - 2)])
     writer.add_token_merges([" ".join(merge) for merge in MERGES])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_chat_template("{{ messages }}")
+    fill(writer)
     names = {target: source for source, target in gguf_weights.LAYER_NAMES.items()}
     globals_ = {target: source for source, target in gguf_weights.GLOBAL_NAMES.items()}
     for name, tensor in tensors.items():
@@ -112,6 +115,52 @@ def test_rope_factors_of_a_gguf_file_rotate_as_llama_3_does(tmp_path):
     rope = load(file, tmp_path).config.rope
     torch.testing.assert_close(rope.inverse_frequencies(8), llama3.inverse_frequencies(8))
     assert not torch.allclose(plain.inverse_frequencies(8), llama3.inverse_frequencies(8))
+
+
+@pytest.mark.parametrize(
+    ("split", "said", "expected"),
+    [
+        ("llama-bpe", None, True),
+        ("llama-bpe", False, False),
+        ("smollm", None, False),
+        ("smollm", True, True),
+    ],
+)
+def test_llama_3_begins_with_bos_where_the_file_does_not_say(tmp_path, split, said, expected):
+    def fill(writer):
+        if said is not None:
+            writer.add_add_bos_token(said)
+
+    config = tiny_config()
+    file = write_gguf(
+        tmp_path / "tiny.gguf", config, random_tensors(config), split=split, fill=fill
+    )
+    assert load(file, tmp_path).add_bos == expected
+
+
+def test_linear_scaling_lengthens_the_context(tmp_path):
+    def fill(writer):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(4.0)
+
+    config = tiny_config()
+    file = write_gguf(tmp_path / "tiny.gguf", config, random_tensors(config), fill=fill)
+    loaded = load(file, tmp_path).config
+    assert loaded.rope == Rope(theta=10_000.0, kind="linear", factor=4.0)
+    assert loaded.context_tokens == 4 * config.context_tokens
+
+
+def test_a_part_of_a_split_file_is_named(tmp_path):
+    def fill(writer):
+        writer.add_uint16("split.no", 0)
+        writer.add_uint16("split.count", 3)
+
+    config = tiny_config()
+    file = write_gguf(
+        tmp_path / "tiny-00001-of-00003.gguf", config, random_tensors(config), fill=fill
+    )
+    with pytest.raises(UnsupportedModel, match=r"part 1 of 3 of a model: merge them with"):
+        load(file, tmp_path)
 
 
 def test_quantised_tensors_are_dequantised(tmp_path):

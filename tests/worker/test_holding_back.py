@@ -136,8 +136,7 @@ class TestHoldingBack:
         rig.add("holder", [*prompt_of(16), 3])
         rig.add("held", [*prompt_of(16), 4])
         rig.step()
-        rig.runner.fail_next = RuntimeError("broken")
-        rig.step()
+        rig.fail()
         assert rig.final["holder"].finish_reason == "error"
         rig.drain()
         assert rig.final["held"].finish_reason != "error"

@@ -2,7 +2,8 @@ import pytest
 
 from cluster.blocks import hash_blocks, pack_tokens
 from worker.block_pool import BlockPool, InvariantError
-from worker.eviction import BlockUse, Lru
+from worker.eviction.base import BlockUse
+from worker.eviction.lru import Lru
 from worker.prefix_cache import PrefixCache, Probe
 
 ROOT, OTHER_ROOT = b"r" * 32, b"o" * 32

@@ -8,6 +8,7 @@ import torch
 
 from cluster.protocol import Sampling
 from worker import sampler
+from worker.batch import NOT_FINITE
 from worker.sampler import Draw, uniform
 
 
@@ -147,11 +148,23 @@ def test_tokens_that_are_impossible_are_never_drawn():
     assert set(tokens) == {17, 31}
 
 
-def test_logits_that_are_not_finite_give_a_token_of_the_vocabulary():
-    logits = torch.full((1, 50), math.nan)
-    assert 0 <= sample(logits, [drawing()])[0] < 50
-
-
 def test_a_random_draw_without_a_seed_is_refused():
     with pytest.raises(ValueError, match="needs a seed"):
         sample(logits_of_shape(1, 10), [drawing(seed=None)])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_gives_no_token_and_leaves_the_others_alone(temperature, wrong):
+    logits = logits_of_shape(4, 50)
+    draws = [drawing(index, temperature=temperature, top_p=0.9) for index in range(4)]
+    expected = sample(logits, draws)
+    logits[2, 17] = wrong
+    assert sample(logits, draws) == [*expected[:2], NOT_FINITE, expected[3]]
+
+
+def test_a_row_may_rule_tokens_out_but_not_all():
+    logits = logits_of_shape(2, 50)
+    logits[0, 1:] = -math.inf
+    logits[1] = -math.inf
+    assert sample(logits, [drawing(), drawing()]) == [0, NOT_FINITE]

@@ -4,7 +4,7 @@ import pytest
 
 from tests.worker.recording_runner import Rig
 from tests.worker.scheduling import Counting, last, prompt_of, shapes
-from worker.engine import EngineConfig
+from worker.engine_config import EngineConfig
 
 
 def test_a_prompt_is_computed_in_chunks_and_sampled_after_its_last():

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import tempfile
 from collections.abc import AsyncIterator
 
 import aiohttp
@@ -92,6 +93,7 @@ async def test_streamed_and_whole_answers_say_the_same(start_worker: StartWorker
     text = "".join(c["choices"][0]["text"] for c in chunks if c["choices"])
     assert text == whole["choices"][0]["text"]
     assert chunks[-1]["choices"] == []
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
     assert [c["choices"][0]["finish_reason"] for c in chunks if c["choices"]][-1] == "length"
 
@@ -181,6 +183,23 @@ async def test_bad_requests_are_told_what_to_change_and_leave_nothing(
     assert worker.service.engine.running == 0
 
 
+async def test_a_token_id_beyond_the_embedding_is_refused_and_nobody_else_notices(
+    start_worker: StartWorker, http
+) -> None:
+    worker = await start_worker()
+    rows = worker.service.info.model.embedding_rows
+    beside = asyncio.create_task(post(http, worker, request("beside", PROMPT, max_tokens=60)))
+    for number in range(4):
+        status, _, body = await post(http, worker, request(f"beyond {number}", [1, rows, 2]))
+        assert status == 400
+        message = json.loads(body)["error"]["message"]
+        assert message == f"the prompt has the token id {rows}; this model's ids end at {rows - 1}"
+    status, _, body = await beside
+    assert status == 200
+    assert json.loads(body)["usage"]["completion_tokens"] == 60
+    assert (await post(http, worker, request("last", [1, rows - 1])))[0] == 200
+
+
 async def test_a_full_queue_answers_429(start_worker: StartWorker, http) -> None:
     worker = await start_worker(max_waiting=1, max_batch_size=1)
     long = [request(f"r{i}", PROMPT, max_tokens=600) for i in range(4)]
@@ -246,6 +265,16 @@ async def test_a_dead_engine_is_said_in_words_and_fails_what_runs(
     assert status == 503
     assert b"exit code" in body
     assert worker.service.publisher.card.state == "failed"
+
+
+async def test_a_worker_that_runs_has_no_folder_that_its_end_could_leave(
+    start_worker: StartWorker, http, tmp_path_factory, monkeypatch
+) -> None:
+    folder = tmp_path_factory.mktemp("t")  # a socket's path has to be short
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    worker = await start_worker()
+    assert list(folder.iterdir()) == []
+    assert (await post(http, worker, request("a", PROMPT)))[0] == 200
 
 
 async def test_a_model_that_is_not_there_ends_the_start_with_the_reason(

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from cluster.blocks import pack_tokens
 from cluster.protocol import RequestError, Sampling
-from worker.engine import EngineConfig, EngineCore, EngineRequest
-from worker.eviction_choice import parse_eviction
+from worker.engine import EngineCore
+from worker.engine_config import EngineConfig
+from worker.eviction.registry import parse_eviction
+from worker.messages import EngineRequest
 
 ROOT = b"r" * 32
 

@@ -10,9 +10,18 @@ from cluster.protocol import ModelInfo, Sampling, prefill_pairs
 from cluster.settings import WorkerSettings
 from tests.worker.recording_runner import ROOT, Rig
 from tests.worker.scheduling import prompt_of
-from worker.engine import EngineConfig, EngineCore, EngineRequest
+from worker.engine import EngineCore
+from worker.engine_config import EngineConfig
 from worker.engine_process import EngineLoop
-from worker.messages import Add, EngineInfo, Stepped, Stop, decode_from_engine, encode
+from worker.messages import (
+    Add,
+    EngineInfo,
+    EngineRequest,
+    Stepped,
+    Stop,
+    decode_from_engine,
+    encode,
+)
 from worker.prefill_speed import Speed, StepWork
 
 

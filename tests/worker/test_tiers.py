@@ -3,6 +3,9 @@
 `small_engine` compares every answer with a plain reference.
 """
 
+import errno
+import os
+import time
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 import msgspec
@@ -10,13 +13,17 @@ import pytest
 import torch
 
 from cluster.blocks import Namespace, hash_blocks, pack_tokens
+from cluster.settings import WorkerSettings
 from tests.worker.small_engine import BLOCK, MODEL, ROOT, SmallEngine, tokens_of
 from tests.worker.tiered_rig import ByHand
 from worker.kv_memory import kv_block_bytes
+from worker.prefill_speed import Speed
+from worker.runner import TorchRunner
 from worker.tiers.block_file import name_of
 from worker.tiers.cold_tiers import ColdTiers
 from worker.tiers.disk_folder import DiskFolder
 from worker.tiers.kv_copies import TorchCopies
+from worker.tiers.opening import open_tiers
 
 STEM = tokens_of(1, 6 * BLOCK)
 NAMESPACE = Namespace(
@@ -317,3 +324,71 @@ def test_copies_and_loads_in_threads_of_their_own(tmp_path):
     assert engine.stats.loads
     loader.shutdown()
     engine.close()
+
+
+def test_the_first_measurement_leaves_nothing_in_the_pool_that_is_not_finite():
+    """Host memory is not initialised: here it is NaN, as torch can be told to have it."""
+    runner = TorchRunner(MODEL, 16, BLOCK)
+    torch.use_deterministic_algorithms(True)
+    try:
+        tiers = open_tiers(settings_of(), runner, NAMESPACE, 16, Speed(1e-3, 0.0))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert tiers is not None
+    assert not tiers._copies._typed[-1].isfinite().any(), "the memory was initialised"
+    assert all(pool.isfinite().all() for pair in runner.pools for pool in pair)
+
+
+def settings_of(**fields):
+    return WorkerSettings(model="m", block_size=BLOCK, cpu_tier_gb=1e-4, **fields)
+
+
+def no_room(*_args, **_kwargs):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_costs_copies_and_nothing_else(tmp_path, monkeypatch, caplog):
+    engine = Tiered(host=8, directory=tmp_path)
+    with monkeypatch.context() as full:
+        full.setattr("worker.tiers.block_file.os.fsync", no_room)
+        engine.run("cold", [*STEM, 1])
+        engine.crowd_out()
+        assert engine.stats.failed_writes > 5
+        assert engine.stats.disk_blocks == 0
+        engine.run("again", [*STEM, 2])
+    warnings = [record.message for record in caplog.records if "disk" in record.message]
+    assert len(warnings) == 1
+    assert "No space left" in warnings[0]
+    engine.crowd_out()
+    assert engine.stats.written_blocks > 5
+    engine.run("then", [*STEM, 3])
+    engine.core.tiers.check()
+    engine.close()
+
+
+@pytest.mark.parametrize("fails", ["worker.tiers.block_file.os.fsync", "pathlib.Path.mkdir"])
+def test_a_worker_starts_while_its_disk_is_full(tmp_path, monkeypatch, fails):
+    runner = TorchRunner(MODEL, 16, BLOCK)
+    monkeypatch.setattr(fails, no_room)
+    settings = settings_of(disk_tier_gb=1e-3, disk_tier_dir=str(tmp_path))
+    tiers = open_tiers(settings, runner, NAMESPACE, 16, Speed(1e-3, 0.0))
+    assert tiers is not None
+    assert tiers.host.capacity > 0
+    assert (tiers.disk.capacity > 0) == (fails != "pathlib.Path.mkdir")
+
+
+def test_files_from_the_future_are_used_and_go_first_in_first_out(tmp_path):
+    """The clock was set back since they were written: what counts is that they are there."""
+    engine = Tiered(host=8, directory=tmp_path)
+    engine.run("cold", [*STEM, 1])
+    engine.crowd_out()
+    engine.close()
+    ahead_ns = time.time_ns() + 10**9 * 86_400 * 365
+    for file in tmp_path.rglob("*.kv"):
+        os.utime(file, ns=(ahead_ns, ahead_ns))
+    restarted = Tiered(host=8, directory=tmp_path)
+    assert restarted.run("warm", [*STEM, 1]) == len(STEM)
+    assert restarted.stats.disk_loaded_blocks
+    restarted.crowd_out()
+    restarted.core.tiers.check()
+    restarted.close()

@@ -13,7 +13,15 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import initialize, rule
 
-from tests.worker.test_cache_machine import EVICTION, ROOTS, STEMS, World, WorldMachine, bursts
+from tests.worker.test_cache_machine import (
+    EVICTION,
+    FAULTS,
+    ROOTS,
+    STEMS,
+    World,
+    WorldMachine,
+    bursts,
+)
 from tests.worker.tiered_rig import TieredRig
 
 
@@ -33,14 +41,12 @@ class TieredWorld(World):
 
     def fail(self) -> None:
         """A step fails, unless there is nothing to compute before a load has ended."""
-        runner = self.rig.runner
-        runner.fail_next = RuntimeError("the accelerator fell over")
-        outputs = self.rig.step()
-        if runner.fail_next is None:
+        failed_before = self.rig.core.stats().failed_steps
+        outputs = self.rig.fail()
+        if self.rig.core.stats().failed_steps > failed_before:
             assert outputs
             assert all(o.finish_reason == "error" and o.error for o in outputs)
         else:
-            runner.fail_next = None
             assert not self.rig.core.has_work() or self.rig.core.waits_for_loads()
         self.consistent()
 
@@ -165,6 +171,8 @@ def play(seed: int) -> Counter[str]:
             world.flush()
         elif chance < 0.42:
             world.fail()
+        elif chance < 0.43:
+            world.fault(rng.choice(FAULTS))
         elif chance < 0.45:
             world.break_a_file(rng)
         elif chance < 0.46 and world.rig.folder is not None:

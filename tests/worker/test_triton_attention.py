@@ -9,7 +9,7 @@ import torch
 
 from tests.worker.paged import Heads, check
 from tests.worker.tiny_models import item, logits_of, tiny_model
-from worker.attention import attention_backend
+from worker.attention.registry import attention_backend
 from worker.runner import TorchRunner
 
 backend = pytest.importorskip(

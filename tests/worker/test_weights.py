@@ -99,6 +99,51 @@ def test_one_file_without_an_index_will_do(directory, tmp_path):
     assert load(directory, tmp_path).tensors.keys() == random_tensors(tiny_config()).keys()
 
 
+@pytest.mark.parametrize("index", [True, False])
+def test_mistral_s_own_file_beside_it_is_ignored(directory, tmp_path, index):
+    tensors = random_tensors(tiny_config())
+    if not index:
+        for file in directory.glob("model*"):
+            file.unlink()
+        save_file(tensors, directory / "model.safetensors")
+    digest = load(directory, tmp_path).weights_digest
+    save_file({"tok_embeddings.weight": torch.ones(2)}, directory / "consolidated.safetensors")
+    loaded = load(directory, tmp_path)
+    assert (loaded.tensors.keys(), loaded.weights_digest) == (tensors.keys(), digest)
+    for file in directory.glob("model*"):
+        file.unlink()
+    with pytest.raises(MissingModel, match=r"only consolidated\.safetensors.*download the model's"):
+        load(directory, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "context_tokens"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, 2048),
+        ({"type": "linear", "factor": 2.5}, 1280),
+        ({"type": "linear", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+            512,
+        ),
+    ],
+)
+def test_the_context_is_as_long_as_the_scaled_rotation_reaches(
+    directory, tmp_path, scaling, context_tokens
+):
+    config = raw_config(tiny_config())
+    assert config["max_position_embeddings"] == 512
+    config.pop("rope_parameters", None)
+    write(directory / "config.json", config | {"rope_theta": 1e4, "rope_scaling": scaling})
+    assert load(directory, tmp_path).config.context_tokens == context_tokens
+
+
 def test_end_tokens_come_from_the_generation_config_and_the_tokenizer(directory, tmp_path):
     write(directory / "generation_config.json", {"eos_token_id": [5, 9]})
     assert load(directory, tmp_path).eos_token_ids == [1, 5, 9]
@@ -120,6 +165,22 @@ def test_a_chat_template_in_the_tokenizer_config(directory, tmp_path, value, exp
     assert load(directory, tmp_path).chat_template == expected
 
 
+def test_the_template_for_tools_is_found_by_its_name_and_is_part_of_the_digest(directory, tmp_path):
+    plain = load(directory, tmp_path)
+    (directory / "chat_template.jinja").unlink()
+    named = [
+        {"name": "default", "template": plain.chat_template},
+        {"name": "tool_use", "template": "t"},
+    ]
+    write(directory / "tokenizer_config.json", {"chat_template": named})
+    both = load(directory, tmp_path)
+    assert (both.chat_template, both.tool_chat_template) == (plain.chat_template, "t")
+    assert both.tokenizer_digest != plain.tokenizer_digest
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("file")
+    assert load(directory, tmp_path).tool_chat_template == "file"
+
+
 def test_a_bos_token_is_added_where_the_tokenizer_does(directory, tmp_path):
     write(directory / "tokenizer_config.json", {"bos_token": {"content": "<|im_start|>"}})
     assert not load(directory, tmp_path).add_bos
@@ -138,13 +199,13 @@ def test_a_bos_token_is_added_where_the_tokenizer_does(directory, tmp_path):
 
 
 def test_what_is_missing_is_named(directory, tmp_path):
-    with pytest.raises(MissingModel, match=r"no model 'llama-7b': give 'smollm2'"):
+    with pytest.raises(MissingModel, match=r"no model 'llama-7b': use 'smollm2'"):
         load("llama-7b", tmp_path)
     (directory / "notes.txt").write_text("x")
     with pytest.raises(UnsupportedModel, match=r"neither a directory nor a \.gguf"):
         load(directory / "notes.txt", tmp_path)
     (directory / "tokenizer.json").rename(directory / "elsewhere")
-    with pytest.raises(MissingModel, match=r"holds no tokenizer\.json; save it"):
+    with pytest.raises(MissingModel, match=r"has no tokenizer\.json; create it"):
         load(directory, tmp_path)
     shard = directory / "model-00002-of-00002.safetensors"
     content = shard.read_bytes()
@@ -155,7 +216,7 @@ def test_what_is_missing_is_named(directory, tmp_path):
     with pytest.raises(MissingModel, match=r"lacks model-00002-of-00002\.safetensors"):
         load(directory, tmp_path)
     (directory / "config.json").unlink()
-    with pytest.raises(MissingModel, match=r"holds no config\.json"):
+    with pytest.raises(MissingModel, match=r"has no config\.json"):
         load(directory, tmp_path)
 
 
@@ -234,9 +295,26 @@ def test_dtypes_and_devices_of_settings():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert resolve_dtype("float32", cpu) == torch.float32
     assert resolve_dtype("auto", cuda) == torch.bfloat16
-    native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert resolve_dtype("auto", cpu) == (torch.bfloat16 if native else torch.float32)
-    with pytest.raises(ValueError, match=r"no dtype 'int8'; there are auto, bfloat16"):
+    with pytest.raises(ValueError, match=r"unknown dtype 'int8'; use auto, bfloat16"):
         resolve_dtype("int8", cpu)
     assert resolve_device("cpu") == cpu
     assert resolve_device("auto").type in ("cpu", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("onednn", "avx512", "avx512_bf16", "dtype"),
+    [
+        (False, False, False, torch.float32),  # AVX2
+        (True, True, False, torch.float32),  # AVX-512 without bfloat16: oneDNN would convert
+        (True, True, True, torch.bfloat16),
+        (True, False, False, torch.bfloat16),  # Arm, or AVX2 with VNNI-2
+        (False, True, True, torch.float32),  # oneDNN held to AVX2
+    ],
+)
+def test_auto_is_bfloat16_where_the_cpu_has_instructions_for_it(
+    monkeypatch, onednn, avx512, avx512_bf16, dtype
+):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    assert resolve_dtype("auto", torch.device("cpu")) == dtype

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
+import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -18,8 +17,10 @@ from tokenizers import Tokenizer
 from cluster.blocks import pack_tokens
 from cluster.protocol import HEADER_HIT_TOKENS, CacheView, GenerateRequest, Sampling, pool_token
 from cluster.settings import Settings, WorkerSettings
+from tests.exposed_metrics import check_defined, definitions_of
 from tests.tiny_model import byte_tokenizer, write_tiny_llama
 from tests.worker.plain_llama import all_logits
+from worker.metrics import LABELS, SECTIONS
 from worker.server import WorkerServer
 from worker.warmup import WarmupError, read_prompts
 from worker.weights import load_model
@@ -137,15 +138,6 @@ def answer_of(model: str, prompt: str, max_tokens: int = 8) -> str:
     return TOKENIZER.decode(tokens[start:])
 
 
-def documented(table: int) -> list[str]:
-    """Names in the first column of a table of metrics in docs/cache.md."""
-    text = (Path(__file__).parents[2] / "docs" / "cache.md").read_text(encoding="utf-8")
-    rows = text.split("| metric (`stemroute_worker_…`) | |")[table].split("\n\n")[0].splitlines()
-    names = [name for row in rows[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
-    assert len(names) > 10
-    return names
-
-
 async def test_warm_up_and_what_the_cache_tells(redis_url, pool, models, tmp_path):
     (tmp_path / "prompts.txt").write_text(f"{WARM}\n---\n{STEM}\n---\n")
     async with a_worker(
@@ -180,9 +172,9 @@ async def test_warm_up_and_what_the_cache_tells(redis_url, pool, models, tmp_pat
         assert f"stemroute_worker_pinned_blocks{labels} {view.pinned_blocks}.0" in metrics
         evicted = view.evictions_for_space + view.evictions_over_share
         assert f"stemroute_worker_eviction_age_seconds_count{labels} {evicted}.0" in metrics
-        assert f"stemroute_worker_kv_bytes_a_token{labels} 256.0" in metrics
-        missing = [name for name in documented(1) if f"\nstemroute_worker_{name}" not in metrics]
-        assert not missing
+        assert f"stemroute_worker_kv_bytes_per_token{labels} 256.0" in metrics
+        untiered = [section for section in SECTIONS if not section.title.startswith("Cold tiers")]
+        check_defined(metrics, definitions_of(untiered), LABELS)
 
 
 async def test_new_weights_without_a_restart(redis_url, pool, models):
@@ -196,11 +188,15 @@ async def test_new_weights_without_a_restart(redis_url, pool, models):
         assert (await worker.text_of(prompt))[0] > 0
         held = set(await service.engine.blocks())
 
+        states: list[str] = []
+        set_state = service.publisher.set_state
+        service.publisher.set_state = lambda state: states.append(state) or set_state(state)
         for path, says in ((other, "rope"), ("/nowhere/at/all", "/nowhere/at/all")):
             status, body = await worker.change(path)
             assert status == 400
             assert says in body["error"]["message"]
         assert (service.epoch, service.problem()) == (epoch, "")
+        assert states == [], "it drained for weights that cannot be used"
         assert (await worker.text_of(prompt))[1] == old
 
         running = await worker.begin(STEM + "Go on.", max_tokens=60)
@@ -237,9 +233,10 @@ async def test_what_does_not_end_in_time_fails_clearly(redis_url, pool, models):
         cut = await worker.begin(STEM, max_tokens=1900)
         changing = asyncio.create_task(worker.change(models[1]))
         await begun.wait()
+        assert service.failure() == "", "its health check would have it killed"
         turned_away, _, body = await worker.ask("now?")
         assert turned_away == 503
-        assert "loading other weights" in body["error"]["message"]
+        assert "loading new weights" in body["error"]["message"]
         again, _ = await worker.change(models[1])
         assert again == 409
         status, _, body = await long
@@ -249,6 +246,42 @@ async def test_what_does_not_end_in_time_fails_clearly(redis_url, pool, models):
             await cut.read()
         assert (await changing)[0] == 200
         assert (await worker.text_of(STEM))[0] == 0
+
+
+async def test_a_replacement_loads_the_weights_that_the_pool_has_now(redis_url, pool, models):
+    async with a_worker(redis_url, pool, models[0], kv_blocks=200) as worker:
+        assert (await worker.change(models[1]))[0] == 200
+        new = worker.server.service.info.model
+    async with a_worker(redis_url, pool, models[0], kv_blocks=200) as worker:
+        assert worker.server.service.info.model == new
+        assert (await worker.text_of(STEM))[1] == answer_of(models[1], STEM)
+        assert (await worker.change(models[0]))[0] == 200
+    async with a_worker(redis_url, pool, models[0], kv_blocks=200) as worker:
+        assert (await worker.text_of(STEM))[1] == answer_of(models[0], STEM)
+
+
+async def test_a_clock_that_was_set_back_does_not_silence_a_worker(
+    redis_url, pool, models, monkeypatch
+):
+    """A worker is killed, and the next one of its name starts an hour earlier."""
+    async with a_worker(redis_url, pool, models[0], kv_blocks=20) as worker:
+        service = worker.server.service
+        await service.publisher.flushed()
+        before = service.epoch
+        service.publisher.leave = no_leave
+    real = time.time_ns
+    monkeypatch.setattr("worker.service.time.time_ns", lambda: real() - 3600 * 10**9)
+    async with a_worker(redis_url, pool, models[0], kv_blocks=20) as worker:
+        service = worker.server.service
+        await service.publisher.flushed()
+        assert service.publisher.status.connected
+        assert service.epoch > before
+        assert await service.flush() > before + 1
+        assert (await worker.text_of(STEM))[0] == 0
+
+
+async def no_leave() -> None:
+    """A killed worker does not sign off."""
 
 
 def test_the_prompts_of_a_file(tmp_path):

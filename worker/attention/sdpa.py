@@ -1,22 +1,28 @@
-"""Gather, then `scaled_dot_product_attention`: the CPU's backend, and the reference for others.
+"""Gather, then `scaled_dot_product_attention`: the backend for CPUs, and the reference for others.
 
-Decodes are batched: blocks of several sequences are gathered side by side, and the query heads
-that share a KV head are folded into one group, so that keys are read once for the group.
-Prefill chunks go one sequence at a time.
+Decodes are batched: blocks of several sequences are gathered side by side, and the query heads that
+share a KV head are folded into one group, so that keys are read once per group. Prefill chunks are
+computed one sequence at a time.
+
+A mask alone does not hide values that the former owner of a block left: 0 times NaN is NaN. So a
+block is zeroed when a sequence starts to fill it, and a decode that is gathered beside longer ones
+is padded with a block of its own.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from worker.attention import AttentionBackend, AttentionMetadata, write_kv
+from worker.attention.base import AttentionBackend, AttentionMetadata, write_kv
+from worker.staging import upload
 
 PADDING_SHARE = 0.25
 PADDING_BLOCKS = 64
-"""Decodes share a gather while its padding is at most that share of the useful blocks, or so few
+"""Decodes share a gather while its padding is at most this share of the useful blocks, or so few
 blocks that another call would cost more."""
 
 
@@ -36,7 +42,7 @@ class DecodeGroup(NamedTuple):
 class Chunk(NamedTuple):
     """Prefill chunk of one sequence: rows [first, last) at the end of `context` tokens.
 
-    mask is [rows, context], 0 or -inf, aligned bottom-right; None where the chunk is the whole
+    mask is [rows, context], 0 or -inf, aligned bottom-right; None if the chunk is the whole
     context, which needs neither pool nor mask.
     """
 
@@ -48,15 +54,19 @@ class Chunk(NamedTuple):
 
 
 class SdpaPlan(NamedTuple):
-    """Slots to write, then what to gather for whom."""
+    """Slots to write, and blocks to gather per group.
+
+    begun  blocks whose first slots this step writes, but not their last; None if there are none
+    """
 
     slot_mapping: torch.Tensor
+    begun: torch.Tensor | None
     decodes: list[DecodeGroup]
     chunks: list[Chunk]
 
 
 class SdpaBackend(AttentionBackend[SdpaPlan]):
-    """Works wherever torch does."""
+    """Runs on every device of torch."""
 
     name = "sdpa"
 
@@ -64,10 +74,10 @@ class SdpaBackend(AttentionBackend[SdpaPlan]):
         self._buffers: dict[str, torch.Tensor] = {}
 
     def plan(self, step: AttentionMetadata, dtype: torch.dtype) -> SdpaPlan:
-        """Group the decodes by length and make the masks."""
+        """Group the decodes by length and build the masks."""
         groups = []
         for first, last, width in _group_by_width(step):
-            block_ids = step.block_table[first:last, :width]
+            block_ids = _filled_up(step, first, last, width)
             positions = torch.arange(width * step.block_size, device=block_ids.device)
             absent = positions >= step.seq_lens[first:last, None]
             hidden = _additive(absent, dtype)[:, None, None, :]
@@ -83,7 +93,7 @@ class SdpaBackend(AttentionBackend[SdpaPlan]):
                 mask = _additive(later.triu_(context - rows + 1), dtype)
             chunks.append(Chunk(first, first + rows, context, block_ids, mask))
             first += rows
-        return SdpaPlan(step.slot_mapping, groups, chunks)
+        return SdpaPlan(step.slot_mapping, _begun(step), groups, chunks)
 
     def attend(
         self,
@@ -95,6 +105,9 @@ class SdpaBackend(AttentionBackend[SdpaPlan]):
         plan: SdpaPlan,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
+        if plan.begun is not None:
+            key_pool.index_fill_(0, plan.begun, 0.0)
+            value_pool.index_fill_(0, plan.begun, 0.0)
         write_kv(key, value, key_pool, value_pool, plan.slot_mapping)
         out = torch.empty_like(query)
         kv_heads, head_dim = key.shape[1:]
@@ -131,9 +144,9 @@ class SdpaBackend(AttentionBackend[SdpaPlan]):
     def _gather(
         self, name: str, pool: torch.Tensor, block_ids: torch.Tensor, sequences: int
     ) -> torch.Tensor:
-        """Blocks side by side: `[sequences, tokens, kv_heads, head_dim]`.
+        """Gather blocks side by side: `[sequences, tokens, kv_heads, head_dim]`.
 
-        The target is kept between layers and steps: fresh memory costs a page fault a page.
+        The target is reused between layers and steps: new memory costs one page fault per page.
         """
         buffer = self._buffers.get(name)
         size = block_ids.numel()
@@ -162,7 +175,33 @@ def _group_by_width(step: AttentionMetadata) -> list[tuple[int, int, int]]:
     return groups
 
 
+def _begun(step: AttentionMetadata) -> torch.Tensor | None:
+    """Blocks that a sequence starts in this step and does not fill."""
+    size = step.block_size
+    ends = [
+        (index, context // size)
+        for index, (rows, context) in enumerate(
+            zip(step.query_lens, step.context_lens, strict=True)
+        )
+        if 0 < context % size <= rows
+    ]
+    if not ends:
+        return None
+    sequences, columns = upload(np.array(ends).T, torch.int64, step.block_table.device)
+    return step.block_table[sequences, columns]
+
+
+def _filled_up(step: AttentionMetadata, first: int, last: int, width: int) -> torch.Tensor:
+    """Blocks `[last - first, width]` of these sequences, padded with each one's first block."""
+    block_ids = step.block_table[first:last, :width]
+    used = -(-np.array(step.context_lens[first:last]) // step.block_size)
+    if used.min() == width:
+        return block_ids
+    behind = np.arange(width) >= used[:, None]
+    return torch.where(upload(behind, torch.bool, block_ids.device), block_ids[:, :1], block_ids)
+
+
 def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where a key may be seen, -inf where `hidden`."""
+    """0 for visible keys, -inf for `hidden` ones."""
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return mask.masked_fill_(hidden, float("-inf"))

@@ -173,7 +173,7 @@ emptyDir: {}
 {{- if not (or $redis.url $redis.existingSecret) -}}
 {{- fail "valkey.enabled is false: set externalRedis.url, or externalRedis.existingSecret with the URL under its key externalRedis.urlKey" -}}
 {{- end -}}
-{{- if regexMatch "^rediss?://[^/@]*:[^/@]+@" ($redis.url | replace "$(REDIS_PASSWORD)" "") -}}
+{{- if regexMatch "^rediss?([+]sentinel)?://[^/@]*:[^/@]+@" ($redis.url | replace "$(REDIS_PASSWORD)" "") -}}
 {{- fail "externalRedis.url holds a password, which everyone who can read pods would see: put it into a Secret, name that in externalRedis.existingSecret, and write $(REDIS_PASSWORD) in the URL" -}}
 {{- end -}}
 {{- if and (contains "$(REDIS_PASSWORD)" $redis.url) (not $redis.existingSecret) -}}

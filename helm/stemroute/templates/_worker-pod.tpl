@@ -88,6 +88,13 @@ template:
                 name: {{ . }}
                 key: {{ $model.huggingface.tokenKey }}
           {{- end }}
+          {{- with $group.env }}
+          {{- toYaml . | nindent 10 }}
+          {{- end }}
+        {{- with $worker.envFrom }}
+        envFrom:
+          {{- toYaml . | nindent 10 }}
+        {{- end }}
         resources:
           requests: {cpu: "1", memory: 2Gi}
           limits: {memory: 4Gi}

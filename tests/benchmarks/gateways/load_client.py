@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import sys
 import time
 from collections.abc import Iterator
 from functools import cache
 from itertools import accumulate
-from pathlib import Path
 from typing import cast
 
 import msgspec
@@ -32,8 +30,9 @@ LONG_CHARACTERS = 32_000
 TURNS = 16
 """A conversation goes on so often; half of it before and half of it after 32k characters."""
 
-HERTZ = os.sysconf("SC_CLK_TCK")
-END_OF_BODY = b"0\r\n\r\n"
+END_OF_STREAM = b"0\r\n\r\n"
+END_OF_WHOLE = b"data: [DONE]\n\n"
+"""Mock workers send the same body for both."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +41,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     ports         targets; connections take them in turn
     case          "short", "turn" or "new"
     seed          same seed, same prompts
-    pid           of the target; 0 where it is no single process
+    stream        whether answers are streams
+    pids          the target's processes, whose CPU time is measured
     """
 
     ports: list[int]
@@ -50,7 +50,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int
     seconds: float
     seed: int
-    pid: int = 0
+    stream: bool = True
+    pids: list[int] = []
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,10 +90,10 @@ def words(rng: random.Random, characters: int) -> str:
     return " ".join(chosen)[:characters]
 
 
-def body(messages: list[dict[str, str]]) -> bytes:
+def body(messages: list[dict[str, str]], stream: bool) -> bytes:
     """A whole HTTP request."""
     content = msgspec.json.encode(
-        {"model": MODEL, "messages": messages, "stream": True, "max_tokens": EVENTS}
+        {"model": MODEL, "messages": messages, "stream": stream, "max_tokens": EVENTS}
     )
     return (
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
@@ -100,37 +101,38 @@ def body(messages: list[dict[str, str]]) -> bytes:
     ) + content
 
 
-def short_prompts(rng: random.Random) -> Iterator[bytes]:
+def short_prompts(rng: random.Random, stream: bool = True) -> Iterator[bytes]:
     """Half a system prompt that all share, half a question that nobody asked before."""
     half = SHORT_CHARACTERS // 2
     system = {"role": "system", "content": words(random.Random("system"), half)}
     while True:
-        yield body([system, {"role": "user", "content": words(rng, half)}])
+        yield body([system, {"role": "user", "content": words(rng, half)}], stream)
 
 
-def new_prompts(rng: random.Random) -> Iterator[bytes]:
+def new_prompts(rng: random.Random, stream: bool = True) -> Iterator[bytes]:
     """32k characters that have nothing in common with any other prompt."""
     while True:
-        yield body([{"role": "user", "content": words(rng, LONG_CHARACTERS)}])
+        yield body([{"role": "user", "content": words(rng, LONG_CHARACTERS)}], stream)
 
 
-def conversation(rng: random.Random) -> Iterator[bytes]:
+def conversation(rng: random.Random, stream: bool = True) -> Iterator[bytes]:
     """A conversation's requests, each with an answer and a question more: 1k characters."""
     messages = []
     for number in range((LONG_CHARACTERS - 500 * TURNS) // 500 - 1):
         role = "assistant" if number % 2 else "user"
         messages.append({"role": role, "content": words(rng, 500)})
-    yield body(messages)
+    yield body(messages, stream)
     for _ in range(TURNS):
         messages.append({"role": "assistant", "content": words(rng, 500)})
         messages.append({"role": "user", "content": words(rng, 500)})
-        yield body(messages)
+        yield body(messages, stream)
 
 
 class Connection(asyncio.Protocol):
     """One connection. `ask` sends a request and waits for the whole answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, end: bytes) -> None:
+        self._end_of_answer = end
         self._transport: asyncio.Transport
         self._answered: asyncio.Future[float]
         self._parts: list[bytes] = []
@@ -156,7 +158,7 @@ class Connection(asyncio.Protocol):
         self._parts.append(data)
         if not self._first_at and b"data: " in data:
             self._first_at = time.perf_counter()
-        if data.endswith(END_OF_BODY):
+        if data.endswith(self._end_of_answer):
             self._end()
 
     def _end(self) -> None:
@@ -170,12 +172,9 @@ class Connection(asyncio.Protocol):
         self._transport.close()
 
 
-def cpu_time_s(pid: int) -> float:
-    """CPU time of a process, all threads, since its start."""
-    if not pid:
-        return 0.0
-    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(stat[11]) + int(stat[12])) / HERTZ
+def cpu_time_s(pids: list[int]) -> float:
+    """CPU time of processes, all threads, since their start (clock_getcpuclockid(3))."""
+    return sum(time.clock_gettime(~pid << 3 | 2) for pid in pids)
 
 
 async def measure(order: Order) -> Result:
@@ -184,7 +183,9 @@ async def measure(order: Order) -> Result:
     connections = []
     for number in range(order.concurrency):
         port = order.ports[number % len(order.ports)]
-        _, connection = await loop.create_connection(Connection, "127.0.0.1", port)
+        _, connection = await loop.create_connection(
+            lambda: Connection(END_OF_STREAM if order.stream else END_OF_WHOLE), "127.0.0.1", port
+        )
         connections.append(connection)
     rngs = [random.Random(f"{order.seed} {number}") for number in range(order.concurrency)]
     queues = [_requests(order.case, rng, order) for rng in rngs]
@@ -202,9 +203,9 @@ async def measure(order: Order) -> Result:
                 return
             ttft_s.append(await connection.ask(request))
 
-    began, cpu = time.perf_counter(), cpu_time_s(order.pid)
+    began, cpu = time.perf_counter(), cpu_time_s(order.pids)
     await asyncio.gather(*map(drive, connections, queues))
-    wall_s, cpu_s = time.perf_counter() - began, cpu_time_s(order.pid) - cpu
+    wall_s, cpu_s = time.perf_counter() - began, cpu_time_s(order.pids) - cpu
     for connection in connections:
         connection.close()
     return Result(ttft_s=ttft_s, wall_s=wall_s, cpu_s=cpu_s)
@@ -214,8 +215,10 @@ def _requests(case: str, rng: random.Random, order: Order) -> list[bytes]:
     """Made beforehand, mostly more than can be sent in the time."""
     if case == "turn":
         conversations = max(1, 4 // order.concurrency)
-        return [request for _ in range(conversations) for request in conversation(rng)]
-    prompts = short_prompts(rng) if case == "short" else new_prompts(rng)
+        return [
+            request for _ in range(conversations) for request in conversation(rng, order.stream)
+        ]
+    prompts = (short_prompts if case == "short" else new_prompts)(rng, order.stream)
     count = 4_000 if case == "short" else 100
     return [next(prompts) for _ in range(int(count * order.seconds) // order.concurrency)]
 

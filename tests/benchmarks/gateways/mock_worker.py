@@ -1,11 +1,13 @@
 """A worker without an engine: a stream of 16 events at once, and reports as a real worker sends.
 
-    python -m tests.benchmarks.gateways.mock_worker REDIS_URL POOL NAME
+    python -m tests.benchmarks.gateways.mock_worker REDIS_URL POOL NAME [CONTEXT_TOKENS EVENT_GAP_S]
 
 It speaks both tongues: `/generate` and `/model` to Stemroute's gateway, OpenAI's chat API to any
 other. Each event goes out in a turn of the loop of its own, so that it is a packet of its own.
 What a real worker must do for its cache (hash the prompt's blocks, report them) is done for
-`/generate`; what it must do for OpenAI's API (tokenise the prompt) is not. Prints its URL.
+`/generate`; what it must do for OpenAI's API (tokenise the prompt) is not. With an EVENT_GAP_S,
+`/generate` streams as many events as the request's `max_tokens`, one every so many seconds.
+Prints its URL.
 """
 
 from __future__ import annotations
@@ -70,8 +72,12 @@ class Cache:
 class MockWorker:
     """One worker."""
 
-    def __init__(self, redis_url: str, pool: str, name: str) -> None:
+    def __init__(
+        self, redis_url: str, pool: str, name: str, context_tokens: int, event_gap_s: float
+    ) -> None:
         self._name = name
+        self._context_tokens = context_tokens
+        self._event_gap_s = event_gap_s
         self._publisher = Publisher(redis_url, pool, BusSettings())
         self._cache = Cache()
         self._root = NAMESPACE.root()
@@ -84,7 +90,7 @@ class MockWorker:
                 tokenizer_json=real.tokenizer_json,
                 chat_template=real.chat_template,
                 special_tokens={"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"},
-                context_tokens=CONTEXT_TOKENS,
+                context_tokens=context_tokens,
             )
         )
 
@@ -117,7 +123,7 @@ class MockWorker:
                 namespace=NAMESPACE,
                 namespace_check=NAMESPACE.check(),
                 capacity_blocks=CAPACITY_BLOCKS,
-                context_tokens=CONTEXT_TOKENS,
+                context_tokens=self._context_tokens,
                 max_batch_size=64,
                 token_budget=8192,
                 device="mock",
@@ -149,6 +155,10 @@ class MockWorker:
             HEADER_HIT_TOKENS: str(hit * NAMESPACE.block_size),
         }
         try:
+            if self._event_gap_s:
+                return await _slow_stream(
+                    request, headers, wanted.sampling.max_tokens, self._event_gap_s
+                )
             return await _stream(request, headers)
         finally:
             self._running -= 1
@@ -186,8 +196,8 @@ def _event(number: int) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-_EVENTS = [_event(number) for number in range(EVENTS)]
-_EVENTS[-1] += b"data: [DONE]\n\n"
+EVENT_BYTES = [_event(number) for number in range(EVENTS)]
+EVENT_BYTES[-1] += b"data: [DONE]\n\n"
 
 
 async def _stream(request: web.Request, headers: dict[str, str]) -> web.StreamResponse:
@@ -195,17 +205,33 @@ async def _stream(request: web.Request, headers: dict[str, str]) -> web.StreamRe
         headers={**headers, "Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     )
     await response.prepare(request)
-    for event in _EVENTS:
+    for event in EVENT_BYTES:
         await response.write(event)
         await asyncio.sleep(0)
     await response.write_eof()
     return response
 
 
-async def serve(redis_url: str, pool: str, name: str) -> None:
+async def _slow_stream(
+    request: web.Request, headers: dict[str, str], events: int, gap_s: float
+) -> web.StreamResponse:
+    response = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for _ in range(events):
+        await response.write(EVENT_BYTES[0])
+        await asyncio.sleep(gap_s)
+    await response.write_eof()
+    return response
+
+
+async def serve(
+    redis_url: str, pool: str, name: str, context_tokens: str = "", event_gap_s: str = "0"
+) -> None:
     """Until the process is ended."""
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # smg tries HTTP/2 first
-    worker = MockWorker(redis_url, pool, name)
+    worker = MockWorker(
+        redis_url, pool, name, int(context_tokens or CONTEXT_TOKENS), float(event_gap_s)
+    )
     runner = web.AppRunner(worker.app(), access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()

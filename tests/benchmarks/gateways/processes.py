@@ -9,10 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 
-from ops.local import start_valkey
+from ops.keeper import start_valkey
 
 START_S = 30.0
 POOL = "gateway-benchmark"
@@ -31,14 +32,16 @@ class Gateway:
         self._process = process
 
     @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
+    def pids(self) -> list[int]:
+        """Its process and that one's children."""
+        pid = self._process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [pid, *map(int, children)]
 
     @property
     def threads(self) -> int:
-        """How many it has."""
-        return len(os.listdir(f"/proc/{self._process.pid}/task"))
+        """How many they have."""
+        return sum(len(os.listdir(f"/proc/{pid}/task")) for pid in self.pids)
 
 
 class Stage:
@@ -61,13 +64,13 @@ class Stage:
     def __exit__(self, *_: object) -> None:
         self._parts.close()
 
-    def start_workers(self, count: int) -> None:
-        """Mock workers, in `worker_urls` once they listen."""
+    def start_workers(self, count: int, *options: str) -> None:
+        """Mock workers, in `worker_urls` once they listen. `options`: see `mock_worker`."""
         for number in range(count):
             process = self._start(
                 [
                     *(sys.executable, "-m", "tests.benchmarks.gateways.mock_worker"),
-                    *(self._redis_url, POOL, f"w{number}"),
+                    *(self._redis_url, POOL, f"w{number}", *options),
                 ],
                 stdout=subprocess.PIPE,
             )
@@ -77,21 +80,39 @@ class Stage:
                 raise CannotRun("a mock worker does not start: its message is above")
             self.worker_urls.append(url)
 
-    def start_ours(self) -> Gateway:
+    def start_ours(self, processes: int = 1) -> Gateway:
         """`stemroute gateway`, ready for all workers."""
         port = free_port()
+        name = "stemroute" if processes == 1 else f"stemroute, {processes} processes"
+        command = ["ops.cli", "gateway", "--port", str(port), "--processes", str(processes)]
+        return self._ready(name, port, command)
+
+    def start_on_uvicorn(self) -> Gateway:
+        """The same gateway as an ASGI application, ready for all workers."""
+        port = free_port()
+        return self._ready("uvicorn", port, ["tests.benchmarks.gateways.on_uvicorn", str(port)])
+
+    def start_bare(self, name: str) -> Gateway:
+        """An HTTP server, "stemroute" or "uvicorn", that forwards nothing."""
+        port = free_port()
+        return self._ready(name, port, ["tests.benchmarks.gateways.bare_server", name, str(port)])
+
+    def _ready(self, name: str, port: int, module: list[str]) -> Gateway:
         process = self._start(
-            [
-                *(sys.executable, "-m", "ops.cli", "gateway", "--port", str(port)),
-                *("--redis-url", self._redis_url),
-            ],
-            env={**os.environ, "STEMROUTE_POOL": POOL},
+            [sys.executable, "-m", *module],
+            env={
+                **os.environ,
+                "STEMROUTE_POOL": POOL,
+                "STEMROUTE_REDIS_URL": self._redis_url,
+            },
         )
-        gateway = Gateway("stemroute", port, process)
+        gateway = Gateway(name, port, process)
 
         def ready() -> bool:
-            view = httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5).json()
-            return bool(view["workers_ready"] == len(self.worker_urls))
+            answer = httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5)
+            if answer.status_code != 200:
+                return False
+            return bool(answer.json()["workers_ready"] == len(self.worker_urls))
 
         self._wait(process, gateway.name, ready)
         return gateway

@@ -1,0 +1,67 @@
+"""Where a text may be cut without changing its tokens.
+
+A tokenizer first splits a text at its added tokens, such as the `<|im_start|>` with which a chat
+template begins a message. It encodes the parts between them independently.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import msgspec
+
+
+class AddedToken(msgspec.Struct):
+    """An added token of a tokenizer.json."""
+
+    content: str
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
+    single_word: bool = False
+
+
+class _TokenizerFile(msgspec.Struct):
+    added_tokens: list[AddedToken] | None = None
+
+
+class Boundaries:
+    """Where the texts of a model may be cut.
+
+    tokenizer_json   contents of a tokenizer.json
+    hint             chat template and special tokens: only boundary tokens that occur there are
+                     used, or all if none does
+    """
+
+    def __init__(self, tokenizer_json: str, hint: str) -> None:
+        added = msgspec.json.decode(tokenizer_json, type=_TokenizerFile).added_tokens or []
+        tokens = boundary_tokens(added)
+        used = [token for token in tokens if token in hint] or tokens
+        used.sort(key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, used))) if used else None
+
+
+def boundary_tokens(added: Iterable[AddedToken]) -> list[str]:
+    """Added tokens before which any text may be cut without changing its tokens.
+
+    Such a token matches its characters anywhere in the raw text and nothing beside them: it is
+    not normalised, has no `lstrip`, `rstrip` or `single_word`, and no other added token contains
+    it or can overlap its beginning.
+    """
+    added = list(added)
+    return [
+        token.content
+        for token in added
+        if token.content
+        and not token.content[0].isspace()
+        and not (token.normalized or token.lstrip or token.rstrip or token.single_word)
+        and not any(_hides(other.content, token.content) for other in added)
+    ]
+
+
+def _hides(other: str, token: str) -> bool:
+    """Whether a match of `other` may overlap the beginning of `token` in some text."""
+    if other != token and token in other:
+        return True
+    return any(other.endswith(token[:length]) for length in range(1, len(token)))

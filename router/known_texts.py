@@ -1,0 +1,115 @@
+"""Caches tokens and block hashes of the beginnings of texts: only what is new is computed.
+
+A text is cut into runs at boundaries (`router/boundaries.py`), so that the tokens of its runs, one
+after the other, are those of the whole text. Each run is at least `RUN_CHARACTERS` long. Its key is
+the run before it and its text:
+
+    [<|im_start|>system … <|im_end|>] [<|im_start|>user … ] [<|im_end|> …] rest
+     run, kept                         run, kept             run, kept      computed every time
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from cluster.blocks import hash_blocks
+from router.boundaries import Boundaries
+
+RUN_CHARACTERS = 1_000
+"""Looking up a run takes a thirtieth of the time to encode and hash this many characters."""
+
+MAX_CHARACTERS = 8_000_000
+"""Most characters of cached runs. With tokens and hashes they take some 30 MB at four characters
+per token, and at most some 250 MB, at four tokens per character (such as emoji)."""
+
+RUN_OVERHEAD_CHARACTERS = 100
+"""Added to the length of each run, for its fixed size in memory."""
+
+
+class Run(NamedTuple):
+    """A run at its position after other runs.
+
+    packed   its tokens
+    hashes   hashes of the blocks that end in it
+    parent   the parent of the next block's hash: the last hash so far, or the root
+    rest     packed tokens after the last full block
+    name     identifies it in the keys of runs that follow it
+    """
+
+    packed: bytes
+    hashes: list[bytes]
+    parent: bytes
+    rest: bytes
+    name: int | bytes
+
+    def followed_by(self, packed: bytes, block_size: int) -> Run:
+        """The run with these tokens after this one."""
+        pending = self.rest + packed
+        hashes = hash_blocks(self.parent, pending, block_size)
+        rest = pending[len(hashes) * 4 * block_size :]
+        return Run(packed, hashes, hashes[-1] if hashes else self.parent, rest, next(_names))
+
+
+_names = itertools.count()
+_Key = tuple[int | bytes, str]
+
+
+class KnownTexts:
+    """A cache of the runs of recent texts. Thread-safe.
+
+    It has two generations: runs used since the younger one began, and older runs, which are
+    dropped when the younger generation is full. A run whose predecessor is gone is never found
+    again, and is dropped with its generation.
+    """
+
+    def __init__(self, max_characters: int = MAX_CHARACTERS) -> None:
+        self._generation = max_characters // 2
+        self._young: dict[_Key, Run] = {}
+        self._old: dict[_Key, Run] = {}
+        self._characters = 0
+
+    def tokens_and_hashes(
+        self,
+        text: str,
+        boundaries: Boundaries,
+        encode: Callable[[str], bytes],
+        *,
+        bos: bytes,
+        root: bytes,
+        block_size: int,
+    ) -> tuple[bytes, list[bytes]]:
+        """Packed tokens of `text` after those of `bos`, and the hashes of their full blocks.
+
+        `encode` gives the packed tokens of a run. Texts with the same `root` have the same
+        `encode`, `boundaries` and `block_size`.
+        """
+        pattern, start = boundaries.pattern, 0
+        last = Run(b"", [], root, b"", root + bos)
+        packed, hashes = [], []
+        while pattern is not None:
+            match = pattern.search(text, start + RUN_CHARACTERS)
+            if match is None:
+                break
+            run = text[start : match.start()]
+            key = (last.name, run)
+            known = self._young.get(key)
+            if known is None:
+                known = self._old.get(key)
+                if known is None:
+                    tokens = encode(run) if start else bos + encode(run)
+                    known = last.followed_by(tokens, block_size)
+                self._keep(key, known)
+            packed.append(known.packed)
+            hashes += known.hashes
+            last, start = known, match.start()
+        tokens = encode(text[start:]) if start else bos + encode(text)
+        rest = last.followed_by(tokens, block_size)
+        return b"".join([*packed, rest.packed]), hashes + rest.hashes
+
+    def _keep(self, key: _Key, run: Run) -> None:
+        if self._characters >= self._generation:
+            self._old, self._young, self._characters = self._young, {}, 0
+        self._young[key] = run
+        self._characters += len(key[1]) + RUN_OVERHEAD_CHARACTERS

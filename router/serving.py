@@ -1,0 +1,178 @@
+"""A generation request, from its parsed body to the last byte of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from cluster.protocol import (
+    HEADER_EXPLAIN,
+    HEADER_IGNORED_FIELDS,
+    GenerateRequest,
+    RequestError,
+)
+from cluster.settings import GatewaySettings
+from router.admission import Admission, Tell, Told, no_worker
+from router.dispatch import Dispatcher, Placement
+from router.edge import no_ready_worker
+from router.encoding import TooManyTokens
+from router.explaining import Explanation
+from router.forwarding import Answered, Forwarder
+from router.http_messages import Request, Response
+from router.member import ModelGroup
+from router.metrics import Metrics
+from router.openai_api import ApiRequest
+from router.tokenization import Prompt, Tokenization, context_too_short
+
+log = logging.getLogger(__name__)
+
+
+class Serving:
+    """Serves requests with the components of the gateway."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        dispatcher: Dispatcher,
+        admission: Admission,
+        tokenization: Tokenization,
+        forwarder: Forwarder,
+        metrics: Metrics,
+    ) -> None:
+        self._settings = settings
+        self._dispatcher = dispatcher
+        self._fleet = dispatcher.fleet
+        self._admission = admission
+        self._tokenization = tokenization
+        self._forwarder = forwarder
+        self._metrics = metrics
+
+    async def serve(self, client: Request, asked: ApiRequest, arrived: float) -> Response | None:
+        """Serve the request of `client`. Returns a whole response; None if it was streamed.
+
+        arrived   `time.perf_counter()` when the request arrived
+
+        Failed attempts are retried at other workers as long as nothing was sent to the client.
+        Raises RequestError and ClientGone. If the client disconnects, the server cancels this call,
+        which removes the request from the queue or cancels it at its worker.
+        """
+        model, request_id = asked.model, secrets.token_hex(16)
+        if asked.ignored_fields:
+            client.response_headers[HEADER_IGNORED_FIELDS] = ", ".join(asked.ignored_fields)
+        if client.headers.get(HEADER_EXPLAIN) == "1":
+            self._dispatcher.recent.want(request_id, asked.kind)
+        failure = no_ready_worker(f"no worker of the model `{model}` is ready")
+        prompt: Prompt | None = None
+        tried: list[str] = []
+        with self._admission.ticket(model, request_id) as ticket:
+            while len(tried) < self._settings.attempts:
+                # find the workers that may serve
+                group = self._fleet.group(model)
+                if group is None or group.reference is None or not group.mask:
+                    if tried:
+                        break  # a retry does not wait
+                    await _told(ticket.wait_for_worker)
+                    continue
+                # the prompt is not hashed yet, or for workers that have been replaced
+                if prompt is None or prompt.namespace != group.reference.namespace:
+                    prompt = await self._tokenise(asked, group)
+                    continue
+                generate = self._to_worker(asked, request_id, prompt, group.context_tokens)
+                # choose one of them
+                if tried:
+                    placement = ticket.move(prompt, tried)
+                    if placement is None:
+                        break
+                else:
+                    placement = await _told(partial(ticket.place, prompt))
+                    if placement is None:
+                        continue  # while it waited, the workers left or were replaced
+                # attempt the request there
+                began = partial(self._began, placement, generate, arrived)
+                outcome = await self._forwarder.attempt(client, generate, placement, began)
+                if isinstance(outcome, Answered):
+                    if outcome.broken_off:
+                        self._metrics.attempts.broken_streams += 1
+                    return outcome.response
+                failure = outcome.error
+                if outcome.reason == "timeout":
+                    break  # the client has waited long enough
+                if outcome.reason == "connect":
+                    self._fleet.suspect(placement.worker)
+                self._metrics.attempts.note(outcome.reason)
+                log.info("request %s: worker %s: %s", request_id, placement.worker, failure)
+                tried.append(placement.worker)
+            raise failure
+
+    async def explain(self, asked: ApiRequest) -> Explanation:
+        """Decide as for this request, without sending it. Raises RequestError."""
+        group = self._fleet.group(asked.model)
+        if group is None or not group.mask:
+            raise no_worker(self._fleet, asked.model)
+        prompt = await self._tokenise(asked, group)
+        return self._dispatcher.explain(asked.model, asked.kind, prompt)
+
+    async def _tokenise(self, asked: ApiRequest, group: ModelGroup) -> Prompt:
+        """The prompt, tokenised and hashed for the workers of `group`, one of which is ready."""
+        namespace = self._fleet.at(int(group.slots[0])).card.namespace
+        encoder = self._tokenization.known_encoder(namespace)
+        if encoder is None:
+            cards = [self._fleet.at(int(slot)).card for slot in group.slots]
+            encoder = await self._tokenization.encoder(cards)
+        return await self._tokenization.prompt(asked, encoder, namespace, group.context_tokens)
+
+    def _to_worker(
+        self, asked: ApiRequest, request_id: str, prompt: Prompt, context_tokens: int
+    ) -> GenerateRequest:
+        """The body for a worker. Raises RequestError (400) if the context is too short."""
+        room = context_tokens - prompt.tokens
+        if room < 1:
+            raise context_too_short(asked, TooManyTokens(prompt.tokens, exact=True), context_tokens)
+        wanted = asked.max_tokens or self._settings.default_max_tokens
+        return GenerateRequest(
+            request_id=request_id,
+            model=asked.model,
+            kind=asked.kind,
+            token_ids=prompt.token_ids,
+            sampling=msgspec.structs.replace(asked.sampling, max_tokens=min(wanted, room)),
+            stream=asked.stream,
+            include_usage=asked.include_usage,
+            continuous_usage=asked.continuous_usage,
+            cache_salt=asked.cache_salt,
+            request_type=asked.request_type,
+            turn=asked.turn,
+        )
+
+    def _began(
+        self, placement: Placement, generate: GenerateRequest, arrived: float, hit_tokens: int
+    ) -> None:
+        """The first byte of a response has arrived: the prefill is done."""
+        self._metrics.answers.note(
+            first_byte_s=time.perf_counter() - arrived,
+            prompt=len(generate.token_ids) // 4,
+            predicted=placement.predicted_hit_tokens,
+            hit=hit_tokens,
+            best_hit=placement.candidates.best_hit_tokens,
+        )
+        self._dispatcher.shadows.began(generate.request_id)
+
+
+async def _told(ask: Callable[[Tell], None]) -> Placement | None:
+    """Wait until `ask` calls its callback. Raises the RequestError that it passes."""
+    waiting: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
+
+    def tell(told: Told) -> None:
+        if not waiting.done():  # the request may have been cancelled in this turn of the loop
+            waiting.set_result(told)
+
+    ask(tell)
+    told = await waiting
+    if isinstance(told, RequestError):
+        raise told
+    return told

@@ -1,0 +1,119 @@
+"""Addresses as users give them, the record of a running `up`, and proxies of the environment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from cluster.settings import GatewaySettings, Settings, WorkerSettings
+from ops.addresses import base_url, is_loopback
+from ops.cli import app
+from ops.local import LocalCluster
+from ops.up_record import find_record, record_path, with_record, write_record
+from tests.router.support import Rig
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("localhost", "http://localhost"),
+        ("http://h:1/", "http://h:1"),
+        ("https://h", "https://h"),
+    ],
+)
+def test_a_url_without_a_scheme_is_http(given: str, wanted: str) -> None:
+    assert base_url(given) == wanted
+
+
+@pytest.mark.parametrize(
+    ("url", "here"),
+    [
+        ("http://127.0.0.1:8000", True),
+        ("127.9.9.9:1", True),
+        ("http://localhost:8000", True),
+        ("http://[::1]:8000", True),
+        ("http://10.0.0.1", False),
+        ("http://127.0.0.1.example.com", False),
+        ("http://[broken", False),
+    ],
+)
+def test_what_is_on_this_machine(url: str, here: bool) -> None:
+    assert is_loopback(url) is here
+
+
+async def test_status_asks_this_machine_past_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    async with Rig() as rig:
+        url = rig.gateway.url.removeprefix("http://")
+        result = await asyncio.to_thread(CliRunner().invoke, app, ["status", "--url", url])
+        assert "w0" in result.output, result.output
+
+
+async def test_doctor_asks_this_machine_past_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    async with Rig() as rig:
+        url = rig.gateway.url.removeprefix("http://")
+        result = await asyncio.to_thread(CliRunner().invoke, app, ["doctor", "--url", url])
+        assert f"answers at http://{url}" in result.output, result.output
+
+
+def test_every_local_cluster_has_a_pool_and_a_secret_of_its_own() -> None:
+    one, other = LocalCluster(Settings()).settings, LocalCluster(Settings()).settings
+    assert one.pool != other.pool
+    assert one.secret != other.secret
+    assert min(len(one.secret), len(other.secret)) >= 32
+    chosen = LocalCluster(Settings(pool="mine", secret="s")).settings
+    assert (chosen.pool, chosen.secret) == ("mine", "s")
+
+
+def test_a_disk_tier_keeps_its_secret_so_that_a_restart_finds_its_blocks(tmp_path: Path) -> None:
+    worker = WorkerSettings(disk_tier_gb=1, cpu_tier_gb=1, cache_dir=str(tmp_path))
+    one, other = (LocalCluster(Settings(worker=worker)).settings for _ in range(2))
+    assert one.secret == other.secret
+    assert one.pool != other.pool
+    assert (tmp_path / "up-secret").stat().st_mode & 0o077 == 0
+
+
+@pytest.fixture
+def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    settings = Settings(
+        pool="up-1",
+        secret="s",
+        redis_url="redis://127.0.0.1:7",
+        gateway=GatewaySettings(port=4321, admin_key="a"),
+    )
+    write_record(settings)
+    return settings
+
+
+def test_a_record_is_found_by_the_port_and_fills_what_is_not_given(running: Settings) -> None:
+    record = find_record("localhost:4321")
+    assert record is not None
+    assert record.pid == os.getpid()
+    filled = with_record(Settings(gateway=GatewaySettings(port=9)), record)
+    assert (filled.pool, filled.secret, filled.redis_url) == ("up-1", "s", "redis://127.0.0.1:7")
+    assert filled.gateway.admin_key == "a"
+    given = Settings(pool="p", secret="t", redis_url="redis://h")
+    assert msgspec.structs.replace(with_record(given, record), gateway=given.gateway) == given
+    assert find_record("http://127.0.0.1:4322") is None
+    assert find_record("http://example.com:4321") is None
+
+
+def test_a_record_that_others_could_have_written_is_not_read(running: Settings) -> None:
+    path = record_path(4321)
+    path.chmod(0o620)
+    assert find_record("localhost:4321") is None
+    path.chmod(0o600)
+    path.parent.chmod(0o777)
+    assert find_record("localhost:4321") is None
+    with pytest.raises(PermissionError):
+        write_record(running)

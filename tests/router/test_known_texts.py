@@ -1,0 +1,248 @@
+"""Tokens of a text in runs are those of the whole text, for every tokenizer and language."""
+
+import json
+import re
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+
+from cluster.blocks import hash_blocks, pack_tokens, unpack_tokens
+from router import known_texts
+from router.boundaries import Boundaries
+from router.known_texts import RUN_CHARACTERS, KnownTexts
+from tests.real_tokenizer import smollm2
+from worker.weights import MissingModel
+
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<s>"]
+HINT = "<|im_start|><|im_end|>"
+TEXTS = [
+    "Grüß dich, wie geht's? ",
+    "Il était une fois, à l'été… ",
+    "你好，世界。今天天气怎么样？",
+    "こんにちは世界！",
+    "Привет, мир! ",
+    "مرحبا بالعالم ",
+    "नमस्ते दुनिया ",
+    "สวัสดีชาวโลก",
+    "한국어 텍스트 ",
+    "👩‍👩‍👧‍👦🏳️‍🌈👍🏽 ",
+    "e\u0301 ﬁ Ａ \u200b\u200d\ufeff",
+    "  \n\n\t  ",
+    "def f(x):\n    return x**2  # 3.14159\n",
+    "it's we'll I'M 12345 ",
+    "<|im_start|",
+    "im_end|>",
+    "<|im_<|im_start|>",
+    "<|im_start|>",
+    "<<|im_end|>>",
+    "<s>",
+]
+CORPUS = [text * 3 for text in TEXTS[:14]] + ["the quick brown fox jumps over the lazy dog " * 5]
+
+
+def byte_level(*, use_regex=True, prefix_space=False, normalizer=None):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=prefix_space, use_regex=use_regex
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return tokenizer, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet)
+
+
+def sentence_piece(scheme):
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    return tokenizer, trainers.BpeTrainer(vocab_size=600, special_tokens=["<unk>"])
+
+
+def llama_like():
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    return tokenizer, trainers.BpeTrainer(vocab_size=600, special_tokens=["<unk>"])
+
+
+def word_piece():
+    tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer, trainers.WordPieceTrainer(vocab_size=600, special_tokens=["<unk>"])
+
+
+KINDS = {
+    "byte level": byte_level,
+    "byte level without regex": lambda: byte_level(use_regex=False),
+    "byte level with prefix space": lambda: byte_level(prefix_space=True),
+    "byte level after NFC": lambda: byte_level(normalizer=normalizers.NFC()),
+    "byte level after strip": lambda: byte_level(normalizer=normalizers.Strip()),
+    "metaspace, first": lambda: sentence_piece("first"),
+    "metaspace, always": lambda: sentence_piece("always"),
+    "prepend and replace": llama_like,
+    "word piece": word_piece,
+    "smollm2": None,
+}
+
+
+@cache
+def tokenizer_of(kind) -> Tokenizer:
+    if kind == "smollm2":
+        try:
+            return Tokenizer.from_str(smollm2().tokenizer_json)
+        except MissingModel as error:
+            pytest.skip(str(error))
+    tokenizer, trainer = KINDS[kind]()
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+pieces = st.lists(st.one_of(st.sampled_from(TEXTS), st.text(max_size=12)), max_size=6).map("".join)
+turns = st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), pieces), max_size=6)
+
+
+def rendered(messages) -> str:
+    said = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in messages)
+    return f"{said}<|im_start|>assistant\n"
+
+
+class Prompts:
+    """Prompts of texts, one after the other, with one memory."""
+
+    def __init__(self, tokenizer, hint=HINT, known=None, block_size=4):
+        self.tokenizer = tokenizer
+        self.boundaries = Boundaries(tokenizer.to_str(), hint)
+        self.known = known or KnownTexts()
+        self.block_size = block_size
+        self.encoded = []
+
+    def encode(self, run):
+        self.encoded.append(run)
+        return pack_tokens(self.tokenizer.encode(run, add_special_tokens=False).ids)
+
+    def check(self, text, bos=b"", root=b"root"):
+        self.encoded.clear()
+        packed, hashes = self.known.tokens_and_hashes(
+            text,
+            self.boundaries,
+            self.encode,
+            bos=bos,
+            root=root,
+            block_size=self.block_size,
+        )
+        whole = bos + pack_tokens(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        assert unpack_tokens(packed) == unpack_tokens(whole)
+        assert hashes == hash_blocks(root, whole, self.block_size)
+
+
+@pytest.mark.parametrize("run_characters", [1, 40])
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None)
+@given(conversation=turns, opening=pieces, others=turns)
+def test_a_conversation_has_the_tokens_of_its_whole_text_at_every_turn(
+    kind, run_characters, conversation, opening, others
+):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(known_texts, "RUN_CHARACTERS", run_characters)
+        prompts = Prompts(tokenizer_of(kind), known=KnownTexts(max_characters=2_000))
+        for messages in (
+            *(conversation[:length] for length in range(len(conversation) + 1)),
+            [*conversation[:2], *others],
+            conversation,
+        ):
+            prompts.check(opening + rendered(messages))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.one_of(st.sampled_from([*TEXTS, *SPECIAL]), st.text()), max_size=8).map("".join))
+def test_any_text_may_be_cut(text):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(known_texts, "RUN_CHARACTERS", 1)
+        prompts = Prompts(tokenizer_of("byte level"), hint="")
+        prompts.check(text)
+        assert "".join(prompts.encoded) == text
+
+
+def test_the_next_turn_encodes_only_what_is_new():
+    prompts = Prompts(tokenizer_of("byte level"))
+    messages = [("system", "Be brief. " * RUN_CHARACTERS), ("user", "one"), ("assistant", "1")]
+    prompts.check(rendered(messages))
+    prompts.check(rendered([*messages, ("user", "two")]))
+    [new] = prompts.encoded
+    assert new.endswith("two<|im_end|>\n<|im_start|>assistant\n")
+    assert len(new) < RUN_CHARACTERS
+
+
+@pytest.mark.parametrize("different", ["bos", "root"])
+def test_equal_texts_of_other_roots_or_after_a_bos_token_are_others(different):
+    prompts = Prompts(tokenizer_of("byte level"))
+    text = rendered([("system", "Be brief. " * RUN_CHARACTERS)] * 3)
+    prompts.check(text)
+    prompts.check(text, **{different: pack_tokens([7])})
+
+
+def test_memory_is_bounded_and_what_is_used_stays():
+    prompts = Prompts(tokenizer_of("byte level"), known=KnownTexts(20 * RUN_CHARACTERS))
+    system = ("system", "Be brief. " * (RUN_CHARACTERS // 8))
+    for number in range(50):
+        prompts.check(rendered([system, ("user", f"{number} " * RUN_CHARACTERS), ("user", "x")]))
+        assert any(system[1] in run for run in prompts.encoded) == (number == 0)
+        kept = [*prompts.known._young, *prompts.known._old]
+        assert sum(len(run) for _, run in kept) <= 25 * RUN_CHARACTERS
+
+
+def test_runs_whose_predecessor_is_forgotten_are_computed_anew():
+    prompts = Prompts(tokenizer_of("byte level"))
+    text = rendered([("system", f"{n} " * RUN_CHARACTERS) for n in range(3)])
+    prompts.check(text)
+    for generation in (prompts.known._young, prompts.known._old):
+        for key in [key for key in generation if isinstance(key[0], bytes)]:
+            del generation[key]
+    prompts.check(text)
+    assert "".join(prompts.encoded) == text
+
+
+def tokens_of(boundaries):
+    """The tokens before which it cuts."""
+    pattern = boundaries.pattern
+    return set() if pattern is None else {re.sub(r"\\(.)", r"\1", t) for t in split(pattern)}
+
+
+def split(pattern):
+    return re.split(r"(?<!\\)\|", pattern.pattern)
+
+
+def with_tokens(*tokens):
+    tokenizer = Tokenizer(models.WordLevel({"x": 0}, unk_token="x"))
+    tokenizer.add_tokens(list(tokens))
+    return tokens_of(Boundaries(tokenizer.to_str(), ""))
+
+
+def token(content, **flags):
+    return AddedToken(content, **{"normalized": False, **flags})
+
+
+def test_only_tokens_that_match_wherever_they_stand_are_boundaries():
+    assert with_tokens(token("<a>"), token("<b>", special=True)) == {"<a>", "<b>"}
+    for flag in ("lstrip", "rstrip", "single_word", "normalized"):
+        assert with_tokens(token("<a>", **{flag: True})) == set()
+    assert with_tokens(token(" <a>")) == set()
+    assert with_tokens(token("<a>"), token("x<a>y")) == {"x<a>y"}  # hides <a>
+    assert with_tokens(token("<|a"), token("z<")) == {"z<"}  # "z<|a" is z< and |a
+    assert with_tokens(token("aa")) == set()  # "aaa": where?
+    assert json.loads(tokenizer_of("byte level").to_str())["added_tokens"]
+    assert tokens_of(Boundaries(tokenizer_of("byte level").to_str(), "")) == set(SPECIAL)
