@@ -101,7 +101,7 @@ def test_a_request_that_no_pool_can_hold_fails_and_says_why():
         [request(0.0, range(20)), request(1.0, [1])], kv_tokens=16, cost=DECODE_ONLY
     )
     assert (too_long.status, too_long.http_status) == ("failed", 400)
-    assert "shorten" in too_long.error
+    assert "at most. Shorten" in too_long.error
     assert fits.status == "ok"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
@@ -31,10 +32,16 @@ def valkeys(up: Up) -> set[int]:
     return {pid for pid, command in below if "valkey-server" in command}
 
 
-def directories() -> set[Path]:
-    """What an `up` may leave in the temporary folder."""
+def directories(up: Up) -> set[Path]:
+    """What this `up` may leave in the temporary folder: the directories that its processes name or
+    work in. Those of other tests, which run at the same time, are not among them."""
     folder = Path(tempfile.gettempdir())
-    return {path for kind in ("stemroute_up_*", "valkey-*") for path in folder.glob(kind)}
+    found = {path for kind in ("stemroute_up_*", "valkey-*") for path in folder.glob(kind)}
+    named = ""
+    for pid, command in descendants(up.process.pid).items():
+        with contextlib.suppress(OSError):
+            named += f"{command} {os.readlink(f'/proc/{pid}/cwd')} "
+    return {path for path in found if str(path) in named}
 
 
 def well(up: Up) -> bool:
@@ -47,10 +54,9 @@ def test_valkey_comes_back_and_a_killed_up_leaves_nothing(
 ) -> None:
     """One start serves all: it takes many seconds."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    before = directories()
     up = Up(model, "--workers", "1")
     try:
-        own = directories() - before
+        own = directories(up)
         port = int(up.url.rpartition(":")[2])
         record = find_record(up.url)
         assert record is not None
@@ -70,6 +76,7 @@ def test_valkey_comes_back_and_a_killed_up_leaves_nothing(
         os.kill(killed, signal.SIGKILL)
         until(lambda: valkeys(up) - {killed}, "Valkey runs again")
         until(lambda: well(up), "workers publish again")
+        own |= directories(up)
         assert up.ask().status_code == 200
     finally:
         # Ray's own agents notice later that their node is gone
