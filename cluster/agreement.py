@@ -1,9 +1,9 @@
-"""Whether a worker's reports agree with what is known of it, and when to read its set again.
+"""Whether a worker's reports agree with the index, and when to read its block set again.
 
-Every report says how many blocks the worker caches. Where the index holds another number, its
-whole set is read: that mends whatever was lost here. It does not help where the worker does not
-publish what it caches; then the worker is said to disagree. Reads become rare as well where they
-bring nothing, as Redis has lost the worker or is behind: that is not the worker's fault.
+Every report contains the number of blocks that the worker caches. If the index holds another
+number, the router reads the whole set, which corrects anything that was lost on the way. If reading
+does not help, because the worker does not publish what it caches, the worker disagrees. Reads that
+bring nothing, because Redis has lost the worker or is behind, become rare without blaming it.
 
     reads asked for in a row          1   2   3   4   5   6   7    8 and more
     pause before the next, s          0   0   1   2   4   8   16   30

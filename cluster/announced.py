@@ -1,4 +1,4 @@
-"""A set of block hashes as a worker announces it: the whole, and the change since the last take."""
+"""A worker's published set of block hashes: the whole set, and the change since the last take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AnnouncedSet:
         return bool(self._delta)
 
     def update(self, stored: Iterable[bytes], evicted: Iterable[bytes]) -> None:
-        """Evicted ones go first. What is stored already, or was not there, is no error."""
+        """Evictions come first. Storing a stored block or evicting an absent one is no error."""
         whole, delta = self.whole, self._delta
         for block in evicted:
             if block in whole:
@@ -38,7 +38,7 @@ class AnnouncedSet:
                     delta[block] = True
 
     def take(self) -> tuple[bytes, bytes]:
-        """What was stored and what was evicted since the last take, joined, net and disjoint."""
+        """The net stored and evicted hashes since the last take, joined; the two are disjoint."""
         delta, self._delta = self._delta, {}
         return (
             join_hashes([block for block, is_stored in delta.items() if is_stored]),

@@ -7,8 +7,8 @@ adapter that is named like a tenant never collides with it.
 
     h[i] = SHA-256(h[i-1] or root, tokens[i] as little-endian u32)[:14], then i as little-endian u16
 
-Whoever sees a hash sees how deep in its chain it is: a bounded index drops the deepest blocks
-without a word more in messages or memory. 112 bits of SHA-256 are left, and only blocks of one
+A hash shows its depth in the chain, so that a bounded index can drop the deepest blocks without
+extra bytes in messages or memory. 112 bits of SHA-256 are left, and only blocks of one
 depth can collide.
 """
 
@@ -64,7 +64,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     def root(self, secret: bytes = b"") -> bytes:
         """SHA-256 (32 bytes) over the tagged, length-prefixed fields and the pool's secret.
 
-        The secret keeps whoever can read the published hashes from testing guesses of prompts.
+        The secret prevents readers of the published hashes from testing guesses of prompts.
         """
         digest = hashlib.sha256()
         _feed(digest, b"domain", DOMAIN)

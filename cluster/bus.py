@@ -14,7 +14,7 @@ Keys of a pool share a hash tag, so that one script covers them also on Redis Cl
 checks what Redis holds against what the worker believes that it holds: another sequence (a
 write was lost, Redis restarted empty, the lease ran out) or another number of blocks makes it
 answer `lost`, and the worker publishes its whole set again. A card of a later epoch makes it
-answer `superseded`: somebody else lives under this name, and this publisher stops.
+answer `superseded`: another process uses this name, and this publisher stops.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class Publisher:
         self._wake.set()
 
     async def run(self) -> None:
-        """Publish until cancelled or superseded. Trouble with Redis is waited out."""
+        """Publish until cancelled or superseded. Retries while Redis is unavailable."""
         retry_s = 0.1
         while not self._superseded:
             heed_cancellation()
@@ -232,7 +232,7 @@ class Publisher:
             await self._published.wait()
 
     async def leave(self) -> None:
-        """Take card and blocks away and tell routers. Errors of Redis are logged only."""
+        """Remove card and blocks and notify routers. Errors of Redis are only logged."""
         if self._card is None or self._superseded:
             return
         card, keys = self._card, self.keys
@@ -258,7 +258,7 @@ class Publisher:
                 msgspec.msgpack.encode(report),
             )
         except (RedisError, OSError, TimeoutError) as error:
-            log.warning("cannot sign off; the lease will end by itself: %s", trouble(error))
+            log.warning("cannot deregister; the lease will expire: %s", trouble(error))
 
     async def close(self) -> None:
         """Close the connection."""

@@ -24,7 +24,7 @@ BATCH_REPORTS = 2000
 
 LATE_S = 1.0
 LATE_HEARTBEATS = 3
-"""A worker that has not reported for so long is late: the greater counts."""
+"""A worker without a report for this long is late; the greater value counts."""
 
 MEMORY_CHECK_S = 5.0
 """How often Redis is asked for its memory."""

@@ -1,4 +1,4 @@
-"""What a router makes of the workers' reports: apply, mend or refuse. No I/O, no clock.
+"""Applies the workers' reports, asks for repairs, or refuses workers. No I/O, no clock.
 
 `Following` is fed with the stream's entries in the order in which they are read. Where an entry
 is not enough it answers with a `Need`: the caller reads that worker's card and whole set and
@@ -145,7 +145,7 @@ class Following:
 
     Attributes count since the start: `reports` applied, `gaps` found (holes in a sequence),
     `disagreements` (reports of another number of blocks than is known), `repairs` (whole sets
-    read to mend either), `unreadable` messages.
+    read to correct either), `unreadable` messages.
     """
 
     def __init__(

@@ -20,17 +20,17 @@ ENV_PREFIX = "STEMROUTE_"
 
 
 class SettingsError(ValueError):
-    """A setting that cannot be used. Its text names the setting, its origin and the mend."""
+    """An invalid setting. The message names the setting, where it came from, and what to change."""
 
 
 class BusSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How reports travel.
+    """How workers report their caches and load to gateways.
 
-    lease_s             a worker that has not reported for so long is gone
-    heartbeat_s         a report at least so often
-    min_report_gap_s    and at most so often
-    blocks_ttl_s        life of a worker's block set without a renewal
-    stream_max_reports  about how many reports the stream keeps
+    lease_s             a worker without a report for this many seconds counts as gone
+    heartbeat_s         longest interval between two reports, in seconds
+    min_report_gap_s    shortest interval between two reports, in seconds
+    blocks_ttl_s        seconds until Redis drops a worker's block set that is not renewed
+    stream_max_reports  approximate length of the report stream in Redis
     """
 
     lease_s: float = 3.0
@@ -44,31 +44,31 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The gateway.
 
     host                 interface to listen on
-    port                 port to listen on; 0 takes a free one
-    processes            processes that serve the port together; limits below hold for each of them
-    policy               name of the routing policy, with parameters: "locality",
+    port                 port to listen on; 0: a free port
+    processes            gateway processes that share the port; the limits below apply per process
+    policy               routing policy with its parameters, such as "locality" or
                          "consistent_hash:bound=1.25"
     shadow               policies to evaluate on live traffic without using them, such as
-                         "round_robin,least_requests"; "" for none
-    cors_origins         origins whose web pages may call /v1, such as "https://chat.example.com",
-                         separated by commas; "*" admits all, "" none
-    api_key              clients must send it as a bearer token; "" asks for none
-    admin_key            for /admin; "" admits only clients on this machine
-    max_body_bytes       longer request bodies are refused with 413
-    max_messages         a chat with more messages is refused with 400
-    max_connections      of clients at once; then idle ones make way for further ones, or those are
-                         answered 503 and closed
-    write_timeout_s      a client that takes nothing of its answer for so long is cut off, and its
-                         request cancelled
-    attempts             how many workers a request tries before it fails
-    connect_timeout_s    for one worker to accept a connection
-    first_byte_timeout_s for one worker to send response headers
-    default_max_tokens   where a request sets no limit (bounded by the context)
-    queue                requests that may wait at the gateway until a worker is ready and has room
-                         for them, released in order of arrival; 0: none waits here
-    queue_timeout_s      for so long at most; then 429, or 503 where no worker is ready
-    index_max_pairs      (block, worker) pairs in the prefix index, some 90 bytes each;
-                         beyond it the ends of long prefixes are left out
+                         "round_robin,least_requests"; "": none
+    cors_origins         origins whose web pages may call /v1, separated by commas, such as
+                         "https://chat.example.com"; "*": all; "": none
+    api_key              bearer token that clients must send; "": none required
+    admin_key            bearer token for /admin; "": only clients on this machine are admitted
+    max_body_bytes       largest request body; larger ones are refused with 413
+    max_messages         most messages in a chat; more are refused with 400
+    max_connections      most client connections; when it is reached, a connection that has been
+                         idle for 5 s is closed for a new one, otherwise the new one gets 503
+    write_timeout_s      close a connection whose client has read nothing of its response for this
+                         many seconds, and cancel the request
+    attempts             most workers that are tried per request
+    connect_timeout_s    timeout for connecting to a worker
+    first_byte_timeout_s timeout for a worker's response headers
+    default_max_tokens   max_tokens of requests that set none (bounded by the context)
+    queue                size of the admission queue, in which requests wait until a worker is
+                         ready and has room, first in, first out; 0: no queue
+    queue_timeout_s      longest wait in the admission queue; then 429, or 503 if no worker is ready
+    index_max_pairs      most (block, worker) pairs in the prefix index, about 90 bytes each; a
+                         full index drops the deepest blocks
     """
 
     host: str = "127.0.0.1"
@@ -96,36 +96,37 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """One worker.
 
     model            "smollm2", a Hugging Face directory, a GGUF file, or "emulated:PROFILE"
-    served_name      name under which clients ask for the model; "" takes the model's own
-    device           "auto", "cpu", "cuda"
-    dtype            of weights and KV: "auto", "float32", "bfloat16", "float16"
-    block_size       tokens in a KV block; the same in all workers of a model
-    attention        "auto" (triton on CUDA, else sdpa), "sdpa", "triton"
-    kv_blocks        blocks in the pool; 0 sizes it from `kv_memory_share` of free memory
-    kv_memory_share  share of free accelerator memory for the pool
-    context_tokens   longest prompt + output; 0 takes the model's own
-    max_batch_size   sequences that may run at once
-    cuda_graphs      on CUDA with triton, record decode steps at start and replay them
-    token_budget     tokens computed in one step at most
-    chunk_tokens     prompt tokens of one sequence in one step at most; 0 is the whole budget
-    max_waiting      requests that may wait; more are refused with 429
-    eviction         which cached block goes first: "lru", "lfu", "ttl:ttl_s=600" or
+    served_name      model name for clients; "": the model's own name
+    device           "auto", "cpu" or "cuda"
+    dtype            of weights and KV cache: "auto", "float32", "bfloat16" or "float16"
+    block_size       tokens per KV block; the same for all workers of a model
+    attention        "auto" (triton on CUDA, otherwise sdpa), "sdpa" or "triton"
+    kv_blocks        KV blocks in the pool; 0: as many as fit into `kv_memory_share`
+    kv_memory_share  share of the free device memory for the KV pool
+    context_tokens   longest prompt + output; 0: as in the model's configuration
+    max_batch_size   most sequences that run at once
+    cuda_graphs      with triton on CUDA, record decode steps at start and replay them
+    token_budget     most tokens per engine step
+    chunk_tokens     most prompt tokens of one sequence per step; 0: the whole budget
+    max_waiting      most waiting requests; more are refused with 429
+    eviction         eviction policy of cached blocks: "lru", "lfu", "ttl:ttl_s=600" or
                      "workload_aware"
-    cache_share      share of the pool that may hold cached blocks which no request uses
-    cpu_tier_gb      GiB of host memory for KV blocks that the pool has no room for; 0: none
-    disk_tier_gb     GiB on disk for the same, written behind host memory, which it needs; 0: none
-    disk_tier_dir    its directory; "" takes ~/.cache/stemroute/kv
-    save_timeout_s   at shutdown, blocks on the device alone may take so long to be written to disk,
-                     where there is a disk tier; 0: they are not
-    warmup_file      text file of prompts (separated by lines of "---") that are computed before
-                     the worker is ready; "" warms nothing up
-    pin_share        share of the pool in which the warm-up's prompts are kept from eviction
-    threads          of torch; on a CPU one a worker is quickest on a busy machine
-    host             interface of the worker's server
-    advertise_host   host that gateways connect to; "" takes the node's address
-    port             of the worker's server; 0 takes a free one
-    drain_timeout_s  running requests may take so long to end at shutdown
-    cache_dir        converted weights; "" takes ~/.cache/stemroute
+    cache_share      share of the pool for cached blocks that no request uses
+    cpu_tier_gb      GiB of host memory for evicted KV blocks; 0: no host tier
+    disk_tier_gb     GiB of disk for evicted KV blocks, written behind the host tier, which it
+                     needs; 0: no disk tier
+    disk_tier_dir    directory of the disk tier; "": ~/.cache/stemroute/kv
+    save_timeout_s   with a disk tier, longest time at shutdown for saving blocks that are on the
+                     device only; 0: do not save them
+    warmup_file      text file with prompts, separated by lines of "---", that are computed before
+                     the worker becomes ready; "": no warm-up
+    pin_share        share of the pool in which the warm-up prompts are protected from eviction
+    threads          threads of torch; one thread per worker is fastest on a busy CPU machine
+    host             interface of the worker's HTTP server
+    advertise_host   host name that gateways connect to; "": the node's address
+    port             port of the worker's HTTP server; 0: a free port
+    drain_timeout_s  grace period at shutdown for running requests
+    cache_dir        directory of converted weights; "": ~/.cache/stemroute
     """
 
     model: str = "smollm2"
@@ -161,11 +162,11 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How Ray Serve places workers.
 
-    replicas               workers
-    gpus_per_worker        0 on CPU machines
-    cpus_per_worker        CPU share that Ray books for a worker
-    health_check_period_s  how often Ray asks a worker for its health
-    health_check_timeout_s a worker that has not answered by then is unhealthy
+    replicas               number of workers
+    gpus_per_worker        GPUs per worker; 0 on CPU machines
+    cpus_per_worker        CPUs that Ray reserves per worker
+    health_check_period_s  interval between Ray's health checks of a worker
+    health_check_timeout_s a worker that does not answer within this time is unhealthy
     """
 
     replicas: int = 2
@@ -176,17 +177,17 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole tree.
+    """All settings.
 
-    pool            workers and gateways of one pool see each other; `stemroute up` makes up a name
-                    of its own where this is "default"
-    redis_url       redis://[user:password@]host:port[/db], with Sentinels
-                    redis+sentinel://[user:password@]host:port[,host:port]/service[/db], several
-                    nodes of a Redis Cluster redis://host:port,host:port; `rediss` is TLS; user and
-                    password are percent-encoded; "" lets `stemroute up` start an embedded Valkey
-    redis_password  takes the place of the URL's password, and is not percent-encoded
-    secret          of the pool: goes into every block hash; the same for workers and gateways;
-                    `stemroute up` makes one up where there is none
+    pool            name that workers and gateways share to find each other; `stemroute up` replaces
+                    "default" by a name of its own
+    redis_url       redis://[user:password@]host:port[/db]; with Sentinel
+                    redis+sentinel://[user:password@]host:port[,host:port]/service[/db]; with Redis
+                    Cluster redis://host:port,host:port. `rediss` uses TLS. User and password are
+                    percent-encoded. "": `stemroute up` starts an embedded Valkey
+    redis_password  replaces the password of the URL; not percent-encoded
+    secret          secret of the pool, which enters every block hash; the same for workers and
+                    gateways; `stemroute up` generates one where it is empty
     """
 
     pool: str = "default"

@@ -95,13 +95,13 @@ class BusLinks:
             ) from error
         if answer.status_code == 401:
             raise Broken(
-                f"{card.worker} does not take this pool's token",
+                f"{card.worker} refuses this pool's token",
                 "set the same STEMROUTE_SECRET for workers, gateways and this command",
             )
         if answer.status_code != 200:
             raise Broken(
                 f"{card.worker} does not list its blocks: status {answer.status_code}",
-                f"look into the log of {card.worker}",
+                f"see the log of {card.worker}",
             )
         return msgspec.msgpack.decode(answer.content, type=BlockList)
 
@@ -151,10 +151,10 @@ class BusLinks:
             pools = await self._other_pools()
             others = f"; there are workers in the pools {', '.join(pools)}" if pools else ""
             raise Broken(
-                f"no worker has announced itself in the pool {self._settings.pool!r}{others}",
+                f"no worker is registered in the pool {self._settings.pool!r}{others}",
                 "set the same pool (STEMROUTE_POOL) for workers and gateways"
                 if pools
-                else "start workers with this Redis, and look into their logs",
+                else "start workers with this Redis, and see their logs",
             )
         names = ", ".join(each.worker for each in self._announced)
         return f"{len(self._announced)} in the pool {self._settings.pool!r}: {names}"
@@ -204,7 +204,7 @@ class BusLinks:
                 raise Broken(
                     f"the card of {each.worker} is of epoch {each.card.epoch}, its lease of "
                     f"{each.epoch}",
-                    f"restart {each.worker}: two workers may go by this name",
+                    f"restart {each.worker}: two workers may have this name",
                 )
             key = self._keys.blocks(each.worker, each.epoch)
             told.append(f"{each.worker} {await self._redis.scard(key)} blocks")
@@ -233,7 +233,7 @@ class BusLinks:
         if waiting:
             raise Broken(
                 f"no report of {', '.join(sorted(waiting))} came within {patience_s:g} s",
-                "their processes hang, are gone, or cannot reach Redis: look into their logs",
+                "their processes hang, are gone, or cannot reach Redis: see their logs",
             )
         return f"every worker reports ({heard} reports heard)"
 
@@ -243,14 +243,14 @@ class BusLinks:
             await self.listing(card)
             health = await self._workers.get(f"{card.address}/health")
             if health.status_code != 200:
-                raise Broken(f"{card.worker} is not well: {health.text}", f"restart {card.worker}")
+                raise Broken(f"{card.worker} is unhealthy: {health.text}", f"restart {card.worker}")
             if unpublished := _bus_trouble(health):
                 raise Broken(
                     f"{card.worker} cannot publish: {unpublished}",
                     "its requests are answered; let Redis take its reports",
                 )
             self._reached.add(card.worker)
-        return f"{len(self.usable)} reached and well"
+        return f"{len(self.usable)} reached and healthy"
 
     async def _blocks_link(self) -> str:
         self._need_blocks()
@@ -259,7 +259,7 @@ class BusLinks:
             if differing:
                 raise Broken(
                     f"{differing} blocks that {card.worker} caches are not what Redis has of it",
-                    f"its next whole report mends it; if it stays, restart {card.worker}",
+                    f"its next full report corrects this; if it remains, restart {card.worker}",
                 )
         return "Redis has exactly the blocks that the workers cache"
 
@@ -276,7 +276,7 @@ class BusLinks:
     @property
     def _redis(self) -> aioredis.Redis:
         if self._client is None or not self._redis_answers:
-            raise Skip("Redis is not there")
+            raise Skip("Redis cannot be reached")
         return self._client
 
     async def _other_pools(self) -> list[str]:
@@ -287,7 +287,7 @@ class BusLinks:
 
     def _need_cards(self) -> None:
         if not self._announced:
-            raise Skip("no worker is announced")
+            raise Skip("no worker is registered")
 
     def _need_usable(self) -> None:
         if not self.usable:

@@ -28,12 +28,12 @@ app = typer.Typer(
 add_commands(app)
 
 Shadow = Annotated[
-    str | None, typer.Option(help="Policies to evaluate without using them, comma-separated.")
+    str | None, typer.Option(help="Shadow policies to evaluate on live traffic, comma-separated.")
 ]
 
 
 def main() -> None:
-    """Entry point: known trouble ends with one sentence, not with a trace."""
+    """Entry point: a known error ends with one sentence instead of a traceback."""
     try:
         app()
     except SettingsError as error:
@@ -49,15 +49,17 @@ def up(
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     host: Annotated[str | None, typer.Option(help="Interface of the gateway.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port of the gateway; 0 for a free one.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the gateway; 0: a free port.")] = None,
     shadow: Shadow = None,
     policy: Annotated[
         str | None, typer.Option(help="Routing policy, such as locality or dynamo:temperature=0.5.")
     ] = None,
     queue: Annotated[
-        int | None, typer.Option(help="Requests that may wait for a ready worker with room.")
+        int | None, typer.Option(help="Size of the admission queue; 0: no queue.")
     ] = None,
-    kv_blocks: Annotated[int | None, typer.Option(help="KV blocks a worker; 0: as fit.")] = None,
+    kv_blocks: Annotated[
+        int | None, typer.Option(help="KV blocks per worker; 0: as many as fit.")
+    ] = None,
     redis_url: Annotated[
         str | None, typer.Option(help="Redis to use instead of an embedded Valkey.")
     ] = None,
@@ -92,11 +94,11 @@ def up(
 
 @app.command()
 def demo(
-    out_dir: Annotated[Path, typer.Option("--out", help="Where the report goes.")] = Path(
+    out_dir: Annotated[Path, typer.Option("--out", help="Output directory of the report.")] = Path(
         "out/demo"
     ),
 ) -> None:
-    """Compare round_robin with locality on a small real model, on this machine's CPUs."""
+    """Compare round_robin with locality, with a small real model on this machine's CPUs."""
     from ops.demo import demo_settings, loadgen_arguments, measure_rate
     from ops.local import LocalCluster, LocalClusterError
 
@@ -118,16 +120,18 @@ def demo(
 
 @app.command()
 def calibrate(
-    profile: Annotated[Path, typer.Option("--out", help="The profile's file (TOML).")],
+    profile: Annotated[Path, typer.Option("--out", help="Output file of the profile (TOML).")],
     model: Annotated[
         str | None, typer.Option(help="smollm2, a Hugging Face directory or a GGUF file.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     seconds: Annotated[
-        float, typer.Option(min=1.0, help="Steps are measured so long at least.")
+        float, typer.Option(min=1.0, help="Shortest measuring time, in seconds.")
     ] = 60.0,
-    token_budget: Annotated[int | None, typer.Option(help="Tokens of a step at most.")] = None,
-    kv_blocks: Annotated[int | None, typer.Option(help="KV blocks; 0: as fit.")] = None,
+    token_budget: Annotated[
+        int | None, typer.Option(help="Maximum tokens per engine step.")
+    ] = None,
+    kv_blocks: Annotated[int | None, typer.Option(help="KV blocks; 0: as many as fit.")] = None,
     config: Config = None,
 ) -> None:
     """Fit an emulated profile to the steps of a real engine on this machine."""
@@ -189,16 +193,16 @@ def calibrate(
 @app.command()
 def gateway(
     host: Annotated[str | None, typer.Option(help="Interface to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 for a free one.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0: a free port.")] = None,
     processes: Annotated[
-        int | None, typer.Option(help="Processes that serve the port together.")
+        int | None, typer.Option(help="Gateway processes that share the port.")
     ] = None,
     shadow: Shadow = None,
     policy: Annotated[
         str | None, typer.Option(help="Routing policy, such as locality or dynamo:temperature=0.5.")
     ] = None,
     queue: Annotated[
-        int | None, typer.Option(help="Requests that may wait for a ready worker with room.")
+        int | None, typer.Option(help="Size of the admission queue; 0: no queue.")
     ] = None,
     redis_url: Annotated[str | None, typer.Option(help="Redis of the pool.")] = None,
     config: Config = None,
@@ -229,22 +233,25 @@ def gateway(
 
 @app.command()
 def deploy(
-    address: Annotated[str, typer.Option(help="Ray cluster; auto finds this node's.")] = "auto",
+    address: Annotated[
+        str, typer.Option(help="Address of the Ray cluster; auto: the one of this node.")
+    ] = "auto",
     workers: Annotated[int | None, typer.Option(help="Number of workers.")] = None,
     model: Annotated[
         str | None,
         typer.Option(help="smollm2, a Hugging Face directory, a GGUF file or emulated:PROFILE."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    gpus: Annotated[float | None, typer.Option(help="GPUs a worker.")] = None,
+    gpus: Annotated[float | None, typer.Option(help="GPUs per worker.")] = None,
     worker_host: Annotated[
-        str, typer.Option(help="Interface of the workers' servers: gateways must reach it.")
+        str,
+        typer.Option(help="Interface of the workers' servers; gateways must be able to reach it."),
     ] = "0.0.0.0",
     redis_url: Annotated[str | None, typer.Option(help="Redis that all nodes reach.")] = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Drain and end the workers.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Drain and stop the workers.")] = False,
     config: Config = None,
 ) -> None:
-    """Deploy the workers onto a Ray cluster that runs already."""
+    """Deploy the workers onto a running Ray cluster."""
     flags = {
         "serve.replicas": workers,
         "serve.gpus_per_worker": gpus,
@@ -273,13 +280,17 @@ def deploy(
     try:
         if remove:
             removed = remove_application()
-            say("the workers have been removed" if removed else "no workers are deployed there")
+            say(
+                "the workers have been removed"
+                if removed
+                else "no workers are deployed on this cluster"
+            )
             return
         _need_redis(settings)
         if not settings.secret:
             say(
-                "note: without STEMROUTE_SECRET whoever reaches a worker's port can use it, and "
-                "whoever reads Redis can test guesses of prompts"
+                "note: without STEMROUTE_SECRET, anyone who reaches a worker's port can use it, "
+                "and anyone who reads Redis can test guesses of prompts"
             )
         run_application(settings)
         say(f"{settings.serve.replicas} workers are ready in the pool {settings.pool!r}")
@@ -313,7 +324,7 @@ def _say_listening(url: str) -> None:
 
 
 def _with_gpus(settings: Settings) -> Settings:
-    """On a machine with GPUs `up` gives each worker one, unless the settings say otherwise."""
+    """On a machine with GPUs, `up` gives each worker one, unless the settings say otherwise."""
     import msgspec
 
     if settings.worker.device == "cpu" or settings.serve.gpus_per_worker:

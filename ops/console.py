@@ -1,4 +1,4 @@
-"""How the command `stemroute` speaks: output, messages, failures, and what it asks a gateway."""
+"""Output, messages and errors of the command `stemroute`, and its calls to a gateway."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ err = Console(stderr=True)
 
 Config = Annotated[Path | None, typer.Option("--config", help="Settings file (TOML).")]
 AdminKey = Annotated[
-    str, typer.Option(envvar="STEMROUTE_GATEWAY_ADMIN_KEY", help="Key for /admin.")
+    str, typer.Option(envvar="STEMROUTE_GATEWAY_ADMIN_KEY", help="Admin key of the gateway.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Url = Annotated[str, typer.Option(help="Base URL of a gateway.")]
@@ -27,12 +27,12 @@ READ_TIMEOUT_S = 10.0
 
 
 def say(sentence: str) -> None:
-    """Tell what is being done, on standard error."""
+    """Print progress to standard error."""
     err.print(f"[dim]{escape(sentence)}[/dim]", highlight=False, soft_wrap=True)
 
 
 def fail(sentence: str, code: int = 1) -> NoReturn:
-    """End the command with one sentence."""
+    """End the command with an error message of one sentence."""
     err.print(f"[red]stemroute:[/red] {escape(sentence)}", highlight=False, soft_wrap=True)
     raise SystemExit(code)
 
@@ -42,8 +42,8 @@ def ask_gateway(
 ) -> dict[str, Any]:
     """The JSON object of a gateway's `/admin/<path>`: POST where there is a body.
 
-    Ends the command with a sentence where there is no answer or an error. A POST may take as long
-    as it takes (loading weights, say).
+    Ends the command with a message if there is no answer or an error. A POST has no timeout,
+    because loading weights takes long.
     """
     url = base_url(url)
     headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}

@@ -35,7 +35,7 @@ PROBE_WORDS = 400
 
 
 def demo_settings() -> Settings:
-    """The local cluster of the demo, on a free port, whatever the environment says of sizes."""
+    """The local cluster of the demo, on a free port, independent of sizes in the environment."""
     return load_settings(
         flags={
             "gateway.port": 0,

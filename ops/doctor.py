@@ -1,10 +1,10 @@
-"""`stemroute doctor`: walk the chain from Redis to a reused prompt and say which link is broken.
+"""`stemroute doctor`: check every link from Redis to a reused prompt and name broken ones.
 
     redis ─ writes ─ cards ─ versions ─ digests ─ epochs ─ reports ─ workers ─ blocks
                                                        gateway ─ ready ─ index ─ probe
 
-Each link is looked at from outside, with the settings of the one who asks: what a gateway or a
-worker believes of itself is compared with what the others see.
+Each link is checked from outside, with the settings of the command: what a gateway or a worker
+reports of itself is compared with what the others see.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ops.gateway_links import GatewayLinks
 from ops.links import HTTP_TIMEOUT_S, Link, LinkState, take
 
 PATIENCE_S = 5.0
-"""What needs a moment to become true (reports, an index) gets so long."""
+"""Time that reports and the index get to become current."""
 
 STYLES: dict[LinkState, str] = {"ok": "green", "broken": "bold red", "skipped": "yellow"}
 
@@ -43,7 +43,7 @@ async def examine(
 
     settings   redis_url, pool, secret and the gateway's keys: as the gateway has them
     url        base URL of the gateway; http without a scheme
-    tell       hears of each link as soon as it is known
+    tell       receives each link as soon as it has been checked
     """
     url = base_url(url)
     token = pool_token(settings.secret)
@@ -80,14 +80,14 @@ def healthy(links: Iterable[Link]) -> bool:
 
 
 def links_table(links: Iterable[Link]) -> RenderableType:
-    """The links with what was found, and the mend below each broken one."""
+    """The links with their findings, and the fix below each broken one."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column("link", no_wrap=True)
     table.add_column("state", no_wrap=True)
     table.add_column("found")
     for link in links:
         found: RenderableType = Text(link.found)
-        if link.mend:
-            found = Group(Text(link.found), Text(f"mend: {link.mend}", style="bold"))
+        if link.fix:
+            found = Group(Text(link.found), Text(f"fix: {link.fix}", style="bold"))
         table.add_row(link.name, Text(link.state, style=STYLES[link.state]), found)
     return table

@@ -1,4 +1,4 @@
-"""What `stemroute explain` prints: every worker in the light of one request."""
+"""Output of `stemroute explain`: every worker's figures for one request."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def explain_table(answer: dict[str, Any]) -> RenderableType:
 def verdict(answer: dict[str, Any]) -> str:
     """The decision in a sentence."""
     if not answer["chosen"]:
-        return "no worker may serve it"
+        return "no worker can serve it"
     sentence = f"{answer['chosen']} is chosen: {answer['because']}"
     if not answer["second"]:
         return sentence
@@ -62,7 +62,7 @@ def verdict(answer: dict[str, Any]) -> str:
     share = answer["margin_share"]
     by = f"{abs(margin):,.6g}" + ("" if share is None else f" ({abs(share):.1%})")
     if margin == 0:
-        return f"{sentence}; {answer['second']} costs the same: the load or chance decided"
+        return f"{sentence}; {answer['second']} has the same cost: load or chance decided"
     if margin < 0:
-        return f"{sentence}; {answer['second']} costs less by {by}: a near-tie goes by load"
-    return f"{sentence}; {answer['second']} is second best, dearer by {by}"
+        return f"{sentence}; {answer['second']} costs less by {by}: a near-tie is decided by load"
+    return f"{sentence}; {answer['second']} is second best, its cost is higher by {by}"

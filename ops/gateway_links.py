@@ -54,7 +54,7 @@ class GatewayLinks:
             ) from error
         if answer.status_code != 200 or '"status":"ok"' not in answer.text.replace(" ", ""):
             raise Broken(
-                f"what answers at {self._client.base_url} is no gateway "
+                f"the server at {self._client.base_url} is not a gateway "
                 f"(status {answer.status_code})",
                 "name the gateway with --url",
             )
@@ -65,14 +65,14 @@ class GatewayLinks:
         self._need_gateway()
         view = (await self._ask("GET", "/ready", None, key="")).json()
         if not view["ready"]:
-            raise Broken("; ".join(view["reasons"]), "mend the links above, or what it names")
+            raise Broken("; ".join(view["reasons"]), "fix the links above, or what it names")
         if view["refused"]:
             refused = [f"{worker}: {why}" for worker, why in view["refused"].items()]
             raise Broken(f"it refuses {'; '.join(refused)}", "upgrade or restart these workers")
         if view["degraded"]:
             raise Broken(
                 "it serves, but " + "; ".join(view["degraded"]),
-                "mend the links above, or what it names",
+                "fix the links above, or what it names",
             )
         return f"{view['workers_ready']} workers ready for {', '.join(view['models'])}"
 
@@ -83,7 +83,7 @@ class GatewayLinks:
             raise Broken(
                 "; ".join(f"{worker}: {why}" for worker, why in apart.items()),
                 f"restart {', '.join(apart)} with the gateway's version of stemroute: they count "
-                "blocks in their caches of which their reports do not tell",
+                "cached blocks that their reports do not contain",
             )
         if not self._bus.usable:
             raise Skip("no worker to compare with")
@@ -149,7 +149,7 @@ class GatewayLinks:
                         f"{worker} computed the same prompt twice and reused nothing of it",
                         "its pool may be too small for a prompt (worker.kv_blocks)",
                     )
-                return f"{model}: {hit} tokens reused by {worker} at the second time"
+                return f"{model}: {hit} tokens reused by {worker} on the second request"
             visited.add(worker)
             if not await settled(partial(self._unknown_at, worker, body), self._patience_s):
                 continue
@@ -159,7 +159,7 @@ class GatewayLinks:
             )
         raise Broken(
             f"{2 * workers + 1} equal requests to {model} never met the same worker twice",
-            "workers come and go: look again when they are settled",
+            "workers come and go: run doctor again when they are stable",
         )
 
     async def _encoder_link(self) -> str:
@@ -183,7 +183,9 @@ class GatewayLinks:
         try:
             answer = await self._client.request(method, path, json=body, headers=headers)
         except httpx.HTTPError as error:
-            raise Broken(f"the gateway breaks off at {path} ({error!r})", "see its log") from error
+            raise Broken(
+                f"the gateway closed the connection at {path} ({error!r})", "see its log"
+            ) from error
         if answer.status_code in (401, 403):
             name = "API_KEY" if path.startswith("/v1/") else "ADMIN_KEY"
             raise Broken(

@@ -106,7 +106,7 @@ class GatewayProcesses:
         host, port = reserved.getsockname()[:2]
         directory = self._parts.enter_context(
             # a process that outlives this one removes it
-            tempfile.TemporaryDirectory(prefix="stemroute-", ignore_cleanup_errors=True)
+            tempfile.TemporaryDirectory(prefix="stemroute_gateway_", ignore_cleanup_errors=True)
         )
         settings = msgspec.structs.replace(
             self._settings, gateway=msgspec.structs.replace(gateway, port=port)

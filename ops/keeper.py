@@ -1,4 +1,4 @@
-"""A process that outlives `stemroute up` by a moment, to clear away what it leaves behind.
+"""A process that outlives `stemroute up` for a moment, to clean up after it.
 
 It runs the embedded Valkey, starts it again when it ends, and waits for its owner: when its
 standard input closes, however the owner ended, it ends Valkey and the processes that it was told
@@ -24,14 +24,14 @@ from typing import Any
 
 START_TIMEOUT_S = 30.0
 LOOK_S = 0.1
-"""Valkey's process is looked at so often."""
+"""Polling interval for the Valkey process."""
 
 CLEAR_TIMEOUT_S = 30.0
-"""Processes that end may write into the directory for so long."""
+"""Time during which ending processes may still write into the directory."""
 
 
 class KeeperError(RuntimeError):
-    """The keeper, or Valkey in it, does not start; the text says why."""
+    """The keeper, or its Valkey, does not start; the message says why."""
 
 
 class Keeper:
@@ -142,7 +142,7 @@ def _run_valkey(directory: Path, orders: _Orders) -> None:
         print(port, flush=True)
         while not orders.owner_gone.wait(LOOK_S):
             if server is None or server._process.poll() is not None:
-                print("stemroute: Valkey has ended and is started again", file=sys.stderr)
+                print("stemroute: Valkey has ended; restarting it", file=sys.stderr)
                 server = _again(port, directory)
     except KeeperError as error:
         print(error, flush=True)

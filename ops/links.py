@@ -1,4 +1,4 @@
-"""Links of the chain that `stemroute doctor` walks, and how one is found to be broken."""
+"""The links that `stemroute doctor` checks, and how a broken one is detected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 from cluster.redis_client import trouble
 
 LOOK_AGAIN_S = 0.05
-"""Other processes are looked at so often: there is nothing here to wait on."""
+"""Polling interval: other processes offer nothing to wait on."""
 
 HTTP_TIMEOUT_S = 10.0
 
@@ -25,42 +25,42 @@ Found = TypeVar("Found")
 class Link(msgspec.Struct, frozen=True, kw_only=True):
     """One link of the chain.
 
-    found   what was seen, in words
-    mend    what to do where it is broken
+    found   the finding, in words
+    fix    how to fix it if it is broken
     """
 
     name: str
     state: LinkState
     found: str
-    mend: str = ""
+    fix: str = ""
 
 
 class Step(NamedTuple):
-    """How one link is looked at: `look` returns what it found, or raises Broken or Skip."""
+    """The check of one link: `look` returns its finding, or raises Broken or Skip."""
 
     name: str
     look: Callable[[], Awaitable[str]]
 
 
 class Broken(Exception):
-    """A link is broken: what was found, and the mend."""
+    """A link is broken: the finding, and how to fix it."""
 
-    def __init__(self, found: str, mend: str) -> None:
+    def __init__(self, found: str, fix: str) -> None:
         super().__init__(found)
         self.found = found
-        self.mend = mend
+        self.fix = fix
 
 
 class Skip(Exception):
-    """A link cannot be looked at; the text says why."""
+    """A link cannot be checked; the message says why."""
 
 
 async def take(step: Step) -> Link:
-    """Look at one link."""
+    """Check one link."""
     try:
         return Link(name=step.name, state="ok", found=await step.look())
     except Broken as broken:
-        return Link(name=step.name, state="broken", found=broken.found, mend=broken.mend)
+        return Link(name=step.name, state="broken", found=broken.found, fix=broken.fix)
     except Skip as skipped:
         return Link(name=step.name, state="skipped", found=str(skipped))
     except (RedisError, OSError, TimeoutError) as error:
@@ -68,12 +68,12 @@ async def take(step: Step) -> Link:
             name=step.name,
             state="broken",
             found=trouble(error),
-            mend="see whether Redis restarts, or refuses this user",
+            fix="check whether Redis is restarting or refuses this user",
         )
 
 
 async def settled(trouble: Callable[[], Awaitable[Found]], patience_s: float) -> Found:
-    """What `trouble` finds, once it finds nothing or the patience ends."""
+    """The last result of `trouble`: empty, or what it still finds when the patience ends."""
     deadline = time.monotonic() + patience_s
     while True:
         found = await trouble()

@@ -25,7 +25,7 @@ from ops.up_record import record_path, write_record
 log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
-"""Ray's smallest useful store: nothing of ours goes through it."""
+"""Ray's smallest useful object store: Stemroute puts nothing into it."""
 
 GATEWAY_START_S = 60.0
 
@@ -35,7 +35,7 @@ folder's name is longer, Ray chooses a place by itself."""
 
 
 class LocalClusterError(RuntimeError):
-    """The cluster cannot start; the text says which part, and why."""
+    """The cluster cannot start; the message names the part and the reason."""
 
 
 class LocalCluster:
@@ -43,7 +43,7 @@ class LocalCluster:
 
     settings   `redis_url` "" starts an embedded Valkey; where pool or secret are at their default,
                this cluster has its own
-    say        told in words what is being done
+    say        receives progress messages
     """
 
     def __init__(self, settings: Settings, say: Callable[[str], None] = log.info) -> None:
@@ -115,7 +115,7 @@ class LocalCluster:
         raise LocalClusterError(f"the gateway has ended with exit code {code}")
 
     def _check_model(self) -> None:
-        """Say at once that there is no such file: Ray would try several times first."""
+        """Fail at once if there is no such file: Ray would retry several times first."""
         model = self.settings.worker.model.removeprefix("emulated:")
         looks_like_path = "/" in model or model.endswith((".gguf", ".toml", ".json"))
         if looks_like_path and not Path(model).expanduser().exists():
@@ -220,7 +220,7 @@ class LocalCluster:
         return f"{directory}/ray" if len(directory) <= LONGEST_RAY_DIRECTORY else None
 
     def _get(self, path: str, headers: dict[str, str]) -> httpx.Response:
-        """Ask the own gateway, past any proxy of the environment."""
+        """Query the own gateway, ignoring proxies of the environment."""
         return httpx.get(self.url + path, headers=headers, timeout=5, trust_env=False)
 
     def _all_seen(self) -> bool:

@@ -1,4 +1,4 @@
-"""Commands of `stemroute` that look at a running pool: status, reload, explain, doctor."""
+"""Commands of `stemroute` for a running pool: status, reload, explain, doctor."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def status(
 def reload(
     model: Annotated[str, typer.Option(help="Model directory or file on the workers' machines.")],
     url: Url = "http://127.0.0.1:8000",
-    worker: Annotated[str, typer.Option(help="Only this worker; all by default.")] = "",
+    worker: Annotated[str, typer.Option(help="Reload only this worker (default: all).")] = "",
     admin_key: AdminKey = "",
 ) -> None:
-    """Give the workers other weights of the same architecture, one after the other."""
+    """Load other weights of the same architecture, one worker after the other."""
     body = {"model": model, "worker": worker}
     answer = ask_gateway(url, admin_key, "weights", body)
     for changed in answer["workers"]:
@@ -61,12 +61,12 @@ def explain(
     file: Annotated[
         Path | None, typer.Option(help="Body of a chat or completion request (JSON).")
     ] = None,
-    model: Annotated[str, typer.Option(help="Model; the first one served if not given.")] = "",
+    model: Annotated[str, typer.Option(help="Model name (default: the first one served).")] = "",
     url: Url = "http://127.0.0.1:8000",
     admin_key: AdminKey = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show where a request would go now, and why. Nothing is sent to a worker."""
+    """Show which worker a request would go to now, and why. Nothing is sent to a worker."""
     from ops.explain import explain_table
 
     if sum(given is not None for given in (prompt, chat, file)) != 1:
@@ -92,16 +92,16 @@ def explain(
 
 def doctor(
     url: Url = "http://127.0.0.1:8000",
-    admin_key: Annotated[str | None, typer.Option(help="The gateway's key for /admin.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="The gateway's key for /v1.")] = None,
+    admin_key: Annotated[str | None, typer.Option(help="Admin key of the gateway.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="API key of the gateway.")] = None,
     redis_url: Annotated[str | None, typer.Option(help="Redis of the pool.")] = None,
     pool: Annotated[str | None, typer.Option(help="The pool.")] = None,
     as_json: AsJson = False,
     config: Config = None,
 ) -> None:
-    """Walk the chain from Redis to a reused prompt; say which link is broken, and the mend.
+    """Check every link from Redis to a reused prompt; name broken links and their fix.
 
-    Redis, pool and secret of a `stemroute up` on this machine are found by its gateway's port.
+    For a `stemroute up` on this machine, Redis, pool and secret are found by the gateway's port.
     """
     import msgspec
 

@@ -1,7 +1,7 @@
 """The Ray Serve application: one deployment, whose replicas are the workers.
 
-Used in three ways: by `stemroute up` on a Ray of its own, by `stemroute deploy` on a Ray cluster
-that runs already, and from a Serve configuration file (as the Helm chart writes it):
+Used in three ways: by `stemroute up` on a Ray of its own, by `stemroute deploy` on a running Ray
+cluster, and from a Serve configuration file (as the Helm chart writes it):
 
     applications:
       - name: stemroute
@@ -74,7 +74,7 @@ def _reason() -> str:
 
 
 def remove_application() -> bool:
-    """Drain and end the workers. False where Serve does not run, so that there are none."""
+    """Drain and stop the workers. Returns False if Serve does not run."""
     try:
         serve.delete(APPLICATION)
     except RayServeException:

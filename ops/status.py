@@ -1,4 +1,4 @@
-"""What `stemroute status` prints: the workers as a gateway sees them, and their caches."""
+"""Output of `stemroute status`: the workers and their caches as a gateway sees them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _state(worker: dict[str, Any]) -> Text:
 
 
 def encoder_line(encoder: dict[str, Any]) -> str:
-    """Which library encodes the prompts of a model, and why where it is the slower one."""
+    """The library that encodes the prompts of a model, with the reason if it is the slower one."""
     line = f"{encoder['model']}: prompts are encoded by {encoder['library']} {encoder['version']}"
     return f"{line}, because {encoder['reason']}" if encoder["reason"] else line
 
@@ -113,14 +113,14 @@ def cache_table(cache: dict[str, Any]) -> RenderableType:
         )
     tiers = [Text(_tiers_line(w["worker"], w["tiers"])) for w in cache["workers"] if w.get("tiers")]
     silent = [
-        Text(f"no word of its cache from {worker}: {reason}", style="yellow")
+        Text(f"no cache statistics from {worker}: {reason}", style="yellow")
         for worker, reason in cache["silent"].items()
     ]
     return Group(table, *tiers, *silent)
 
 
 def _tiers_line(worker: str, tiers: dict[str, Any]) -> str:
-    """What a worker's cold tiers hold and gave back."""
+    """Contents and use of a worker's cold tiers."""
     line = f"{worker}: cold tiers:"
     for name, title in (("cpu", "host memory"), ("disk", "disk")):
         if tiers[f"{name}_capacity_blocks"]:
@@ -130,5 +130,5 @@ def _tiers_line(worker: str, tiers: dict[str, Any]) -> str:
             )
     return (
         f"{line} {tiers['loads']} loads, {tiers['failed_loads']} of them cut short, "
-        f"{tiers['declined_loads']} times computing was quicker"
+        f"{tiers['declined_loads']} times computing was faster"
     )

@@ -22,11 +22,11 @@ from router.recent_decisions import MOST_DECISIONS
 from router.shadow import ShadowView
 
 FLUSH_TIMEOUT_S = 10.0
-"""For every worker to flush, and for the new epochs to arrive over the bus."""
+"""Time for every worker to flush and for the new epochs to arrive over the bus."""
 
 
 class PolicyAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The policy of the moment, and the names of all."""
+    """The current policy, and the names of all policies."""
 
     policy: str
     available: list[str]
@@ -39,7 +39,7 @@ class PolicyChange(msgspec.Struct, frozen=True):
 
 
 class FlushAnswer(msgspec.Struct, frozen=True):
-    """Every worker's new epoch."""
+    """The new epoch of every worker."""
 
     workers: dict[str, int]
 
@@ -58,9 +58,9 @@ class ShadowAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BusView(msgspec.Struct, frozen=True, kw_only=True):
-    """How following the bus goes; `stale` and `reason` as `index` in `/ready`.
+    """State of the bus follower; `stale` and `reason` are those of `index` in `/ready`.
 
-    warning   what threatens the bus, in words
+    warning   a problem of the bus, in words; "" where there is none
     """
 
     connected: bool
@@ -74,13 +74,13 @@ class BusView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker as this gateway sees it; the load counts own requests on their way to it.
+    """One worker as this gateway sees it. The load includes requests that this gateway has sent.
 
-    indexed_blocks   blocks of it in this gateway's index; `cached_blocks` is its own word
-    dropped_blocks   blocks of it that the bounded index had no room for
+    indexed_blocks   its blocks in this gateway's index; `cached_blocks` is from its report
+    dropped_blocks   its blocks that the index dropped because it was full
     routed           requests sent to it since it appeared
-    report_age_s     seconds since its last report; None where there is none
-    kept             its lease has lapsed, and it answers when it is asked
+    report_age_s     seconds since its last report; None before the first
+    kept             its lease has expired, but it answers directly
     """
 
     worker: str
@@ -107,9 +107,9 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 class FleetView(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of `GET /admin/fleet`.
 
-    refused       worker -> the reason why it is not used
-    disagreeing   worker -> how what it publishes differs from what it says that it caches
-    encoders      which library encodes, for each tokenizer that requests have needed so far
+    refused       worker -> why it is not used
+    disagreeing   worker -> how its reports differ from the blocks that it has published
+    encoders      the library that encodes, for each tokenizer that requests have used
     """
 
     pool: str
@@ -131,7 +131,7 @@ async def _flush_timeout() -> AsyncIterator[None]:
     except TimeoutError as error:
         raise RequestError(
             f"not every worker began a new epoch within {FLUSH_TIMEOUT_S:g} s: see "
-            "/admin/fleet and /ready for those that do not report",
+            "/admin/fleet and /ready for workers that do not report",
             status=504,
             type="server_error",
             code="flush_timeout",
@@ -160,7 +160,7 @@ class Admin:
         fleet.changed.subscribe(self._changed.set)
 
     def routes(self) -> list[Route]:
-        """What to serve."""
+        """The routes."""
         return [
             Route("GET", "/admin/policy", self.get_policy),
             Route("POST", "/admin/policy", self.set_policy),
@@ -184,7 +184,7 @@ class Admin:
         return await self.get_policy(request)
 
     async def flush(self, request: Request) -> Response:
-        """Flush every worker, and wait until this gateway's index knows it."""
+        """Flush every worker, and wait until this gateway's index has the new epochs."""
         async with _flush_timeout():
             epochs = dict(
                 await asyncio.gather(
@@ -199,7 +199,7 @@ class Admin:
         return json_response(FlushAnswer(epochs))
 
     async def await_flush(self, request: Request) -> Response:
-        """Wait until this gateway's index knows the epochs of a FlushAnswer in the body."""
+        """Wait until this gateway's index has the epochs of the FlushAnswer in the body."""
         async with _flush_timeout():
             await self._know(msgspec.json.decode(request.body, type=FlushAnswer).workers)
         return json_response({})
@@ -214,9 +214,9 @@ class Admin:
         kept = self._dispatcher.recent.find(request.argument)
         if kept is None:
             raise RequestError(
-                f"no decision on {request.argument!r} is kept: send requests to this gateway with "
-                f"`{HEADER_EXPLAIN}: 1` and ask for the `{HEADER_REQUEST_ID}` of the answer; the "
-                f"latest {MOST_DECISIONS:,} are there",
+                f"no decision is kept for the request {request.argument!r}: send requests with the "
+                f"header `{HEADER_EXPLAIN}: 1` and ask for the response's `{HEADER_REQUEST_ID}`; "
+                f"this gateway keeps the latest {MOST_DECISIONS:,}",
                 status=404,
                 code="decision_not_kept",
             )
@@ -279,14 +279,14 @@ class Admin:
     async def _know(self, epochs: dict[str, int]) -> None:
         """Wait until the index has every worker's new epoch."""
         while True:
-            # cleared before looking: a change in between is not missed
+            # cleared before the check, so that no change is missed
             self._changed.clear()
             if not self._outdated(epochs):
                 return
             await self._changed.wait()
 
     def _outdated(self, epochs: dict[str, int]) -> list[str]:
-        """Workers that are here and whose new epoch is not yet known."""
+        """Present workers whose new epoch has not arrived yet."""
         return [
             member.card.worker
             for member in self._fleet.members()

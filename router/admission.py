@@ -1,21 +1,21 @@
 """When a request starts: at once, or after a wait in the gateway's admission queue.
 
-Without a queue a request is refused with 429 where no worker has a free block, and with 503 where
-no worker of its model is ready. With one it waits here until a worker is ready and has room for its
-prompt, instead of at a worker that may no longer be the best one when it starts.
+Without a queue, a request is refused with 429 if no worker has a free block, and with 503 if no
+worker of its model is ready. With a queue, it waits here until a worker is ready and has room for
+its prompt, instead of at a worker that may no longer be the best one when it starts.
 
-A request has one position in the queue from its arrival on:
+A request keeps one position in the queue from its arrival on:
 
     wait_for_worker ──a worker is ready──▶ (tokenise) ──place──▶ first in line, and room: placed
             ▲                                                       │
             └────── the workers that it was hashed for are gone ────┘
 
-Requests leave in order of arrival, for each model, when something happens that may have made room:
-a report, the end of a request, a worker that is ready. A request that is being tokenised holds up
-those behind it meanwhile.
+Requests of a model leave in order of arrival, after an event that may have made room: a report, the
+end of a request, a worker that became ready. A request that is being tokenised blocks those behind
+it.
 
 Nothing here waits or reads a clock: the gateway passes its event loop as the scheduler, a
-simulation its virtual clock.
+simulation passes its virtual clock.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from router.fleet import Fleet
 from router.tokenization import Prompt
 
 Told = Placement | RequestError | None
-"""How a wait ends: placed, refused, or None: look again which workers are ready, and hash for
-those."""
+"""How a wait ends: placed, refused, or None: check again which workers are ready, and hash the
+prompt for them."""
 
 Tell = Callable[[Told], None]
 
@@ -42,7 +42,7 @@ class Timer(Protocol):
     """A call that has been scheduled."""
 
     def cancel(self) -> None:
-        """Do not make the call; harmless when it was made."""
+        """Cancel the call; no effect if it was made."""
 
 
 class Scheduler(Protocol):
@@ -55,12 +55,12 @@ class Scheduler(Protocol):
 
 class Ticket:
     """One request, from its arrival to its end: a position in the queue, then a booking at a
-    worker. Whatever it has, `close` (or leaving its `with` block) gives back.
+    worker. `close` (or the end of its `with` block) releases both.
 
-    placement   where the request is booked; None where it is not
+    placement   where the request is booked; None without a booking
 
-    `wait_for_worker` and `place` call `tell` exactly once, at once or later, unless the ticket is
-    closed before. At most one of them may be pending.
+    `wait_for_worker` and `place` call `tell` exactly once, immediately or later, unless the ticket
+    is closed first. At most one of them may be pending.
     """
 
     __slots__ = (
@@ -74,7 +74,7 @@ class Ticket:
         self.placement: Placement | None = None
         self._admission = admission
         self._is_late = False
-        self._prompt: Prompt | None = None  # None: it must be hashed first
+        self._prompt: Prompt | None = None  # None: the prompt must be hashed first
         self._tell: Tell | None = None
         self._timer: Timer | None = None  # while it is in the queue
 
@@ -86,7 +86,7 @@ class Ticket:
 
     def wait_for_worker(self, tell: Tell) -> None:
         """Wait until a worker of the model is ready. Tells None, or a RequestError (404, 503)
-        where the request may not wait, or not longer."""
+        if the request may not wait or its time is up."""
         admission, model = self._admission, self.model
         if admission._is_ready(model):
             tell(None)
@@ -97,7 +97,7 @@ class Ticket:
 
     def place(self, prompt: Prompt, tell: Tell) -> None:
         """Book the request at a worker that has room. Tells the placement, None, or a RequestError
-        (429, 503) where the request may not wait, or not longer."""
+        (429, 503) if the request may not wait or its time is up."""
         admission, model = self._admission, self.model
         if self._timer is not None or self._is_late or model in admission._queues:
             admission._wait(self, prompt, tell)
@@ -110,9 +110,9 @@ class Ticket:
             tell(self.placement)
 
     def move(self, prompt: Prompt, tried: Collection[str]) -> Placement | None:
-        """Give the booking up for one at a worker that was not `tried`, None where there is none.
+        """Replace the booking by one at a worker that was not `tried`; None if there is none.
 
-        A request that has been at a worker never waits again.
+        A retry never waits in the queue.
         """
         dispatcher = self._admission._dispatcher
         former, self.placement = self.placement, None
@@ -136,10 +136,10 @@ class Ticket:
 
 
 class Admission:
-    """Owner of the queue. Not safe for several threads.
+    """The admission queue. Not thread-safe.
 
-    limit      requests that may wait; 0: none may
-    timeout_s  longest wait, counted from when the request enters the queue
+    limit      most requests that may wait
+    timeout_s  longest wait, from when the request enters the queue
     """
 
     def __init__(
@@ -158,18 +158,18 @@ class Admission:
         self._unsubscribe = self._fleet.room.subscribe(self._look_soon)
 
     def ticket(self, model: str, request_id: str) -> Ticket:
-        """For a request that has arrived. The caller closes it."""
+        """A ticket for a request that has arrived. The caller closes it."""
         return Ticket(self, model, request_id)
 
     def close(self) -> None:
-        """Stop looking for room. Requests that still wait do so until their timeout."""
+        """Stop placing requests. Those in the queue wait until their timeout."""
         self._unsubscribe()
         for timer in (self._looking, self._looking_later):
             if timer is not None:
                 timer.cancel()
 
     def _wait(self, ticket: Ticket, prompt: Prompt | None, tell: Tell) -> None:
-        """Wait in the queue: in the ticket's position there, or in the last one."""
+        """Wait in the queue: at the ticket's position, or at the end if it has none."""
         model = ticket.model
         if ticket._is_late:
             tell(self._timed_out(model))
@@ -185,12 +185,12 @@ class Admission:
         ticket._prompt, ticket._tell = prompt, tell
         if prompt is None:
             self._unready.add(model)
-        self._look_soon()  # a suspect may be trusted again without a report
+        self._look_soon()  # a suspect may become a candidate again without a report
 
     def _leave(self, ticket: Ticket) -> None:
         if ticket._timer is not None:
             self._remove(ticket)
-            self._look_soon()  # those behind may need less
+            self._look_soon()  # those behind may need less room
 
     def _remove(self, ticket: Ticket) -> None:
         if ticket._timer is not None:
@@ -203,13 +203,13 @@ class Admission:
         self.waiting -= 1
 
     def _expire(self, ticket: Ticket) -> None:
-        """Its time is up. One that is being tokenised is told so afterwards."""
+        """Its time is up. A request that is being tokenised is told afterwards."""
         ticket._is_late = True
         self._leave(ticket)
         ticket._told(self._timed_out(ticket.model))
 
     def _look_soon(self) -> None:
-        """Look once for all that happens in this turn of the loop."""
+        """Check the queue once for all events of this turn of the loop."""
         if self._queues and self._looking is None:
             self._looking = self._scheduler.call_soon(self._look)
 
@@ -231,16 +231,18 @@ class Admission:
             self._looking_later = self._scheduler.call_later(back_s, self._look_soon)
 
     def _place_first(self, ticket: Ticket) -> bool:
-        """Whether the first request of a queue could be placed, and has left the queue."""
+        """Try to place the first request of a queue; whether it has left the queue."""
         prompt = ticket._prompt
         if prompt is None:
-            return False  # it waits for a worker, or is being tokenised
+            return False  # it waits for a ready worker, or is being tokenised
         try:
             placement = self._dispatcher.place(ticket.model, prompt, ticket.request_id)
         except NoRoom:
             return False
         if placement is None:
-            if self._is_ready(ticket.model):  # others have replaced those it was hashed for
+            if self._is_ready(
+                ticket.model
+            ):  # the workers that it was hashed for have been replaced
                 ticket._prompt = None
                 ticket._told(None)
             return False
@@ -254,7 +256,7 @@ class Admission:
         return group is not None and bool(group.mask)
 
     def _is_expected(self, model: str) -> bool:
-        """Whether a worker of `model` may become ready before a request has waited too long."""
+        """Whether a worker of `model` may become ready within `timeout_s`."""
         if not self._limit:
             return False
         absent_s = self._fleet.groups.absent_s(model)
@@ -269,7 +271,7 @@ class Admission:
         return no_ready_worker(f"no worker of the model `{model}` became ready {within}")
 
     def _full(self, model: str) -> RequestError:
-        waiting = f", and {self._limit} requests wait already" if self._limit else ""
+        waiting = f", and {self._limit} requests are waiting already" if self._limit else ""
         if not self._is_ready(model):
             return no_ready_worker(f"no worker of the model `{model}` is ready{waiting}")
         lacks = "room for the prompt" if self._limit else "a free KV block"
@@ -277,12 +279,12 @@ class Admission:
 
 
 def no_worker(fleet: Fleet, model: str) -> RequestError:
-    """Why a request for a model that no worker serves now is refused: 404 or 503."""
+    """The refusal of a request for a model without a ready worker: 404 or 503."""
     known = fleet.known_models()
     if known and model not in known:
         names = ", ".join(f"`{name}`" for name in known)
         return RequestError(
-            f"the model `{model}` does not exist here: there is {names}",
+            f"the model `{model}` does not exist here: send one of {names}",
             status=404,
             param="model",
             code="model_not_found",
@@ -292,5 +294,5 @@ def no_worker(fleet: Fleet, model: str) -> RequestError:
 
 def _no_room(found: str) -> RequestError:
     return RequestError(
-        f"{found}: try again in a moment", status=429, type="rate_limit_error", code="no_room"
+        f"{found}: retry in a moment", status=429, type="rate_limit_error", code="no_room"
     )

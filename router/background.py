@@ -1,7 +1,7 @@
-"""Work of requests that would hold up the event loop, in threads.
+"""Threads for the work of requests that would block the event loop.
 
-A long piece of work is either Python code, which gives way to the loop at every switch interval,
-or a call that releases the interpreter's lock, or a short call of bounded size.
+Each piece of work is Python code, which yields to the loop at every switch interval, or a call that
+releases the GIL, or a short call of bounded size.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 HUGE = 1_000_000
-"""Larger work waits in a line of its own, so that it does not stop what is merely long."""
+"""Larger work has a thread of its own, so that it does not delay smaller work."""
 
 SWITCH_INTERVAL_S = 0.001
-"""How long a thread may keep the loop waiting for the interpreter (`sys.setswitchinterval`)."""
+"""How long a thread may make the loop wait for the GIL (`sys.setswitchinterval`)."""
 
 _Result = TypeVar("_Result")
 
 
 class Background:
-    """Runs functions now or in threads, by the size of what they work on."""
+    """Runs functions at once or in threads, by the size of their input."""
 
     def __init__(self) -> None:
         self._long = ThreadPoolExecutor(max_workers=2, thread_name_prefix="long work")
         self._huge = ThreadPoolExecutor(max_workers=1, thread_name_prefix="huge work")
 
     async def run(self, size: int, at_once: int, work: Callable[[], _Result]) -> _Result:
-        """The result of `work`, which runs at once where `size` is at most `at_once`."""
+        """The result of `work`, which runs at once if `size` is at most `at_once`."""
         if size <= at_once:
             return work()
         threads = self._huge if size > HUGE else self._long
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def close(self) -> None:
-        """End the threads; what still waits is dropped."""
+        """End the threads; pending work is dropped."""
         for threads in (self._long, self._huge):
             threads.shutdown(wait=True, cancel_futures=True)

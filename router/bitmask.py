@@ -8,17 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 FEW = 24
-"""Slots that are written one by one; more are written at once."""
+"""Up to this many slots are written one by one; more are written as an array."""
 
 VERY_FEW = 4
-"""Slots at one depth that are written into the copy of a kept array; more are part of it."""
+"""Up to this many slots at one depth are written into the copy of a cached array; more are part of
+the cached array."""
 
 MAX_BASES = 256
-"""Arrays that a `Spread` keeps."""
+"""Arrays that a `Spread` caches."""
 
 
 def truth_of(mask: int, size: int) -> NDArray[np.bool_]:
-    """`[size]`: which slots are in the mask. Slots from `size` on must not be."""
+    """`[size]`: which slots are in the mask. The mask has only slots below `size`."""
     packed = np.frombuffer(mask.to_bytes((size + 7) // 8, "little"), dtype=np.uint8)
     return np.unpackbits(packed, count=size, bitorder="little").view(np.bool_)
 
@@ -29,7 +30,7 @@ def write(found: NDArray[np.int64], mask: int, value: int) -> None:
         found[truth_of(mask, len(found))] = value
         return
     while mask:
-        slot = mask.bit_length() - 1  # from above: the number gets shorter with each
+        slot = mask.bit_length() - 1  # from the highest: the integer gets shorter each time
         found[slot] = value
         mask ^= 1 << slot
 
@@ -37,16 +38,16 @@ def write(found: NDArray[np.int64], mask: int, value: int) -> None:
 class Spread:
     """Makes arrays of depths by slot.
 
-    Who is beyond a place that many reach is the same from prompt to prompt, so an array with the
-    many is kept and copied, and the few are written into the copy.
+    The slots that reach a common depth are mostly the same from prompt to prompt. So the array for
+    large groups is cached and copied, and small groups are written into the copy.
     """
 
     def __init__(self) -> None:
         self._bases: dict[tuple[int, ...], NDArray[np.int64]] = {}
 
     def array(self, groups: Sequence[tuple[int, int]], size: int, unit: int) -> NDArray[np.int64]:
-        """`[size]`: the depth of each slot, times `unit`, of `groups` as (depth, mask) without
-        common slots, the deepest first.
+        """`[size]`: the depth of each slot, times `unit`. `groups` are (depth, mask) pairs with
+        disjoint masks, the deepest first.
 
         Slots in no group get 0.
         """
@@ -67,7 +68,7 @@ class Spread:
         return found
 
     def _base(self, key: tuple[int, ...]) -> NDArray[np.int64]:
-        """`key`: size, then value and slots that reach it, the deepest first."""
+        """`key`: size, then pairs of a value and the slots that reach it, the deepest first."""
         size, *levels = key
         base = np.zeros(size, dtype=np.int64)
         for place in range(len(levels) - 2, -1, -2):

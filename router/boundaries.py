@@ -1,7 +1,7 @@
 """Where a text may be cut without changing its tokens.
 
-A tokenizer splits a text at added tokens, such as the `<|im_start|>` with which a chat template
-begins a message, before it does anything else, and treats what lies between them apart.
+A tokenizer first splits a text at its added tokens, such as the `<|im_start|>` with which a chat
+template begins a message. It encodes the parts between them independently.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Boundaries:
     """Where the texts of a model may be cut.
 
     tokenizer_json   contents of a tokenizer.json
-    hint             chat template and special tokens: of the boundary tokens, those named there
-                     are used, or all where it names none
+    hint             chat template and special tokens: only boundary tokens that occur there are
+                     used, or all if none does
     """
 
     def __init__(self, tokenizer_json: str, hint: str) -> None:
@@ -45,9 +45,9 @@ class Boundaries:
 def boundary_tokens(added: Iterable[AddedToken]) -> list[str]:
     """Added tokens before which any text may be cut without changing its tokens.
 
-    Such a token is matched wherever its characters stand, in the raw text, and takes nothing
-    of its neighbours: not normalised, no `lstrip`, `rstrip` or `single_word`, and no other added
-    token contains it or can overlap its beginning.
+    Such a token matches its characters anywhere in the raw text and nothing beside them: it is
+    not normalised, has no `lstrip`, `rstrip` or `single_word`, and no other added token contains
+    it or can overlap its beginning.
     """
     added = list(added)
     return [
@@ -61,7 +61,7 @@ def boundary_tokens(added: Iterable[AddedToken]) -> list[str]:
 
 
 def _hides(other: str, token: str) -> bool:
-    """Whether a match of `other` may cover the beginning of `token` somewhere in a text."""
+    """Whether a match of `other` may overlap the beginning of `token` in some text."""
     if other != token and token in other:
         return True
     return any(other.endswith(token[:length]) for length in range(1, len(token)))

@@ -1,6 +1,6 @@
 """A model's chat template: chats to text.
 
-A chat is rendered whole for every request: below 1 µs a message for most templates.
+Every request renders its whole chat, which takes less than 1 µs per message for most templates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ChatTemplate:
     """A template, compiled once. Thread-safe.
 
     special_tokens   variables for the template, such as `bos_token`
-    uses_tools       whether the template reads `tools`: otherwise they would be dropped silently
+    uses_tools       whether the template reads `tools`; otherwise it would ignore them silently
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
@@ -42,7 +42,7 @@ class ChatTemplate:
         tools: Any = None,
         fields: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a chat. Raises whatever a template raises at a client's messages."""
+        """The text of a chat. Raises any exception that the template raises for the messages."""
         return self._template.render(
             {
                 **(fields or {}),
@@ -59,8 +59,8 @@ _LOOP_ATTRIBUTES = frozenset({"first", "last", "index", "index0", "length"})
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Answers what templates read most, `message.role` and `loop.first`, without the sandbox's
-    way through exceptions and checks, which takes three quarters of the time of rendering."""
+    """Reads the most frequent attributes, `message.role` and `loop.first`, without the sandbox's
+    checks, which take three quarters of the rendering time."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         kind = type(obj)
@@ -72,7 +72,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Generation(jinja2.ext.Extension):
-    """Templates may mark the assistant's words for training; here the marks mean nothing."""
+    """Accepts the tag with which templates mark assistant text for training; it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012  (the base class declares it so)
 

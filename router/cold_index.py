@@ -1,7 +1,7 @@
-"""What workers hold in cold tiers, and what that is worth beside blocks on the device.
+"""Which blocks workers hold in cold tiers, and their worth relative to blocks on the device.
 
-A block in a cold tier counts with a credit of `1 − load_s / compute_s` of its worker, both measured
-there: 1 where loading costs nothing, 0 where computing is as quick. Each tier is prefix-closed:
+A block in a cold tier counts with a credit of `1 − load_s / compute_s`, both measured at its
+worker: 1 if loading is free, 0 if computing is as fast. Each tier is prefix-closed:
 
     chain   |<- device ->|<- only in host memory ->|<- only on disk ->|
     credit        1            of host memory            of disk
@@ -33,7 +33,8 @@ class ColdIndex:
         return bool(self._credits)
 
     def apply(self, slot: int, cold: ColdReport, load: Load) -> bool:
-        """Apply a worker's report. False where another number of blocks is known then."""
+        """Apply a worker's report. False if the index then holds another number of blocks than it
+        states."""
         if cold.cpu_evicted or cold.cpu_stored:
             self._cpu.evict(slot, split_hashes(cold.cpu_evicted))
             self._cpu.store(slot, split_hashes(cold.cpu_stored))
@@ -67,10 +68,10 @@ class ColdIndex:
     def ends(
         self, device: IntArray, chain: Sequence[bytes], mask: int, limit: int
     ) -> tuple[IntArray, IntArray]:
-        """How many leading blocks each slot has down to host memory, and down to disk `[slots]`.
+        """Leading blocks of each slot `[slots]`: on the device or in host memory, and on any tier.
 
-        device `[slots]`: those on the device. The first `limit` blocks of the chain count, and the
-        slots in `mask`.
+        device `[slots]`: those on the device. Only the first `limit` blocks of the chain count, and
+        the slots in `mask`.
         """
         cpu = np.maximum(device, self._cpu.depths(chain, mask, len(device), limit))
         return cpu, np.maximum(cpu, self._disk.depths(chain, mask, len(device), limit))
@@ -78,7 +79,7 @@ class ColdIndex:
     def credited_tokens(
         self, device: IntArray, chain: Sequence[bytes], mask: int, limit: int, block_size: int
     ) -> IntArray:
-        """Tokens that the blocks beyond those on the device are worth at each slot `[slots]`."""
+        """Worth, in tokens, of each slot's blocks beyond those on its device `[slots]`."""
         cpu, disk = self.ends(device, chain, mask, limit)
         tokens = np.zeros(len(device), dtype=np.int64)
         for slot in np.flatnonzero(disk > device).tolist():
@@ -88,13 +89,13 @@ class ColdIndex:
         return tokens
 
     def check(self) -> None:
-        """Raises IndexCheckError where the two sides of an index disagree."""
+        """Raises IndexCheckError if the two sides of an index disagree."""
         self._cpu.check()
         self._disk.check()
 
 
 def credit(load_s_per_token: float, prefill_s_per_token: float) -> float:
-    """Share of computing that loading saves; 0 while either is not measured."""
+    """Share of the compute time that loading saves; 0 while either is not measured yet."""
     if load_s_per_token <= 0 or prefill_s_per_token <= 0:
         return 0.0
     return max(0.0, 1.0 - load_s_per_token / prefill_s_per_token)

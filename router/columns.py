@@ -1,7 +1,7 @@
-"""The workers' load as arrays by slot, which policies read as they are.
+"""The workers' load as arrays by slot, which policies read directly.
 
-A column is patched where a worker's load changes, not gathered for a decision: what policies see
-of a group of workers are views of these arrays wherever the group's slots are a run.
+A change of a worker's load writes its entries; a decision gathers nothing. Policies see views of
+these arrays if the slots of the group are consecutive, and copies otherwise.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ ROWS = (
     "capacity_blocks",
     "worker_keys",
 )
-"""What is kept of each worker as whole numbers, in this order: first what bookings change
-(`router.member.booked_of`), then what the worker alone says."""
+"""The integers of each worker, in this order: first those that bookings change
+(`router.member.booked_of`), then those from its reports alone."""
 
 SPEEDS = ("s_per_token", "s_per_pair")
-"""What is kept of each worker's measured prefill speed, in this order."""
+"""The measured prefill speed of each worker, in this order."""
 
 
 class LoadTable:
-    """The owner of the arrays: a row of `ROWS` and `SPEEDS` for each slot. It grows by doubling."""
+    """The arrays: a row of `ROWS` and `SPEEDS` for each slot. They grow by doubling."""
 
     def __init__(self, slots: int = 8) -> None:
         self._take(np.zeros((len(ROWS), slots), dtype=np.int64), np.zeros((len(SPEEDS), slots)))
@@ -47,14 +47,14 @@ class LoadTable:
         self._speed_rows = list(speeds)
 
     def grow(self) -> None:
-        """Make room for as many slots again. Columns that were given out stay behind."""
+        """Double the number of slots. Columns returned earlier are not updated any more."""
         self._take(
             np.concatenate([self.rows, np.zeros_like(self.rows)], axis=1),
             np.concatenate([self.speeds, np.zeros_like(self.speeds)], axis=1),
         )
 
     def put(self, slot: int, row: Iterable[int]) -> None:
-        """Set the first of `ROWS`, as many as `row` has."""
+        """Set the first `len(row)` of `ROWS`."""
         for cells, value in zip(self._cells, row, strict=False):
             cells[slot] = value
 
@@ -64,7 +64,7 @@ class LoadTable:
             row[slot] = value
 
     def add_booking(self, slot: int, tokens: int, pairs: int, blocks: int) -> None:
-        """A request is on its way to the worker, which will compute so much for it."""
+        """Add a request that was sent to the worker, with the work that it causes there."""
         pending_tokens, waiting, batch, pending_pairs, room_blocks = self._cells[:5]
         pending_tokens[slot] += tokens
         waiting[slot] += 1
@@ -73,7 +73,7 @@ class LoadTable:
         room_blocks[slot] -= blocks
 
     def clear(self, slot: int) -> None:
-        """Nobody is in the slot."""
+        """The slot has no worker any more."""
         self.rows[:, slot] = 0
         self.speeds[:, slot] = 0
 
@@ -83,8 +83,8 @@ class LoadTable:
         return row
 
     def columns(self, slots: NDArray[np.int64], run: slice | None) -> Columns:
-        """The columns of `slots`, read-only. Where the slots are the `run`, they are views that
-        change with the table, else copies."""
+        """The columns of `slots`, read-only: views that change with the table if `run` is given,
+        otherwise copies."""
         at = slots if run is None else run
         picked, measured = self.rows[:, at], self.speeds[:, at]
         picked.flags.writeable = measured.flags.writeable = False
@@ -92,7 +92,7 @@ class LoadTable:
 
 
 def run_of(slots: NDArray[np.int64]) -> slice | None:
-    """The sorted `slots` as a slice where they are a run, as they mostly are."""
+    """The sorted `slots` as a slice if they are consecutive, as they mostly are."""
     if not len(slots):
         return None
     first, last = int(slots[0]), int(slots[-1])

@@ -1,8 +1,9 @@
-"""Endpoints of a gateway that has several processes: what each says of itself becomes one answer.
+"""Endpoints of a gateway with several processes: one response for all of them.
 
-Whichever process a client reaches answers for all of them. Counts are added up; of the fleet, whose
-reports every process follows, the process that was asked gives its own view. Metrics keep one
-series per process, with the label `process`. All other endpoints answer alike in every process.
+The process that a client reaches answers for all. Counts are added up. Every process follows the
+reports of all workers, so the process that was asked returns its own view of the fleet. Metrics
+keep one series per process, with the label `process`. All other endpoints are the same in every
+process.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from router.siblings import SiblingAnswer, Siblings
 from router.worker_admin import WEIGHTS_TIMEOUT_S
 
 PRIVATE = "/process"
-"""Prefix of the paths that processes answer each other, on their own sockets only."""
+"""Prefix of the paths between processes, which are served on their own sockets only."""
 
 
 class Combined:
     """Handlers for clients.
 
     local         this process's own routes
-    await_flush   answers when this process knows the epochs in a request's body
+    await_flush   responds when this process has the epochs in a request's body
     """
 
     def __init__(self, siblings: Siblings, local: Sequence[Route], await_flush: Handler) -> None:
@@ -43,7 +44,7 @@ class Combined:
         self._local = {(route.method, route.path): route.handler for route in local}
 
     def routes(self) -> list[Route]:
-        """The local routes, those in the place of which another handler answers for all."""
+        """The local routes, with the combined handlers in place of those that cover one process."""
         combining: dict[tuple[str, str], Handler] = {
             ("GET", "/ready"): self._ready,
             ("GET", "/metrics"): self._metrics,
@@ -60,23 +61,23 @@ class Combined:
         ]
 
     def private_routes(self) -> list[Route]:
-        """What this process answers the others."""
+        """Routes for the other processes."""
         return [
             *(route._replace(path=PRIVATE + route.path) for route in self._routes),
             Route("POST", f"{PRIVATE}/flushed", self._await_flush),
         ]
 
     async def _ready(self, request: Request) -> Response:
-        """Ready where all processes are: else the first that is not says why."""
-        own = await self._own(request)
-        if own.status != 200:
-            return own
+        """Ready if all processes are; reasons name the process."""
+        response = await self._own(request)
+        own = msgspec.json.decode(response.body, type=ReadyView)
+        reasons, degraded = list(own.reasons), list(own.degraded)
         for answer in await self._siblings.ask_all("GET", f"{PRIVATE}/ready"):
-            if answer.status != 200:
-                view = msgspec.json.decode(answer.body, type=ReadyView)
-                reasons = [f"process {answer.number}: {reason}" for reason in view.reasons]
-                return json_response(msgspec.structs.replace(view, reasons=reasons), status=503)
-        return own
+            view = msgspec.json.decode(answer.body, type=ReadyView)
+            reasons += [f"process {answer.number}: {reason}" for reason in view.reasons]
+            degraded += [f"process {answer.number}: {reason}" for reason in view.degraded]
+        view = msgspec.structs.replace(own, ready=not reasons, reasons=reasons, degraded=degraded)
+        return json_response(view, status=503 if reasons else 200)
 
     async def _metrics(self, request: Request) -> Response:
         own = await self._own(request)
@@ -121,7 +122,7 @@ class Combined:
         )
 
     async def _decision(self, request: Request) -> Response:
-        """From the process that took the decision."""
+        """The decision, from the process that made it."""
         try:
             return await self._own(request)
         except RequestError:
@@ -139,7 +140,7 @@ class Combined:
         return own
 
     async def _flush(self, request: Request) -> Response:
-        """Flush the workers, and wait until the index of every process knows it."""
+        """Flush the workers, and wait until the index of every process has the new epochs."""
         own = await self._own(request)
         path = f"{PRIVATE}/flushed"
         answers = await self._siblings.ask_all("POST", path, own.body, 2 * FLUSH_TIMEOUT_S)
@@ -148,7 +149,7 @@ class Combined:
         return own
 
     async def _change_weights(self, request: Request) -> Response:
-        """Always by process 0, so that two changes never run at once."""
+        """Always in process 0, so that two changes never run at once."""
         if self._siblings.number == 0:
             return await self._own(request)
         path = f"{PRIVATE}/admin/weights"
@@ -164,14 +165,14 @@ class Combined:
         return response
 
     async def _bodies(self, request: Request, path: str) -> list[bytes]:
-        """This process's answer first."""
+        """The responses of all processes, this one's first."""
         own = await self._own(request)
         answers = await self._siblings.ask_all("GET", PRIVATE + path)
         return [own.body, *(answer.body for answer in answers)]
 
 
 def labelled(texts: dict[int, bytes]) -> bytes:
-    """Metrics of processes in Prometheus' text format as one text, with the label `process`."""
+    """Merge the metrics of processes (Prometheus text format), adding the label `process`."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Labelled(texts))
     return generate_latest(registry)

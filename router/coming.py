@@ -1,12 +1,12 @@
-"""Blocks on their way: what requests in flight will make their worker hold.
+"""Coming blocks: those that requests in flight will store at their workers.
 
-A worker announces a block once it has computed it. Until then every further request with the
-same prefix would look like a miss everywhere and scatter. So a request that is routed claims
-the blocks of its prompt for its worker. A claim ends with its request, or after `life_s`.
+A worker announces a block once it has computed it. Until then, further requests with the same
+prefix would miss everywhere and scatter. So a routed request claims the blocks of its prompt for
+its worker. A claim ends with its request, or after `life_s`.
 
-The claims' chains form a tree. Hashes are chained, so chains that are equal at one place are
-equal before it, and an edge is compared by its ends and searched by halves; a claim, its end
-and a look-up each cost a few steps a branching instead of one a block.
+The claims' chains form a tree. Hashes are chained: two chains with the same hash at a depth are
+equal up to it. So an edge is compared at its ends and divided by binary search. To add a claim, to
+end it, and to look a chain up each cost a few steps per branch instead of one per block.
 
     root ── h[0] … h[31] ──┬── h[32] … h[90]        counts {slot 3: 1}
             counts         └── h[32] … h[40] ──┬──  counts {slot 3: 1}
@@ -26,23 +26,23 @@ from numpy.typing import NDArray
 from router.bitmask import write
 
 MAX_BLOCKS = 4_000_000
-"""Different claimed blocks at most; a claim that would exceed it does not count."""
+"""Most distinct claimed blocks. A claim that would exceed it is not counted."""
 
 
 NOBODY = (-1, 0)
-"""A group of no slots, after the last one."""
+"""Sentinel: a group without slots, after the last one."""
 
 
 class ComingCheckError(AssertionError):
-    """The tree contradicts its claims. Its text says where."""
+    """The tree contradicts its claims; the message says where."""
 
 
 class _Node(msgspec.Struct, eq=False):
-    """An edge of the tree and what hangs below it: the blocks `chain[start:end]`.
+    """An edge of the tree, the blocks `chain[start:end]`, and its subtree.
 
-    last     the latest of them
-    counts   slot -> claims of it that pass through or end here; `mask` has its slots' bits
-    passing  all of them
+    last     the last of these blocks
+    counts   slot -> its claims that pass through or end here; `mask` has the slots' bits
+    passing  sum of `counts`
     ends     claims that end exactly here
     """
 
@@ -58,7 +58,7 @@ class _Node(msgspec.Struct, eq=False):
     children: dict[bytes, _Node] = msgspec.field(default_factory=dict)
 
     def shared(self, chain: Sequence[bytes]) -> int:
-        """Where `chain`, equal up to `start` + 1, stops being equal: at most `end`."""
+        """The depth, at most `end`, where `chain` differs; it is equal up to `start` + 1."""
         mine = self.chain
         low, high = self.start + 1, min(self.end, len(chain))
         if mine[high - 1] == chain[high - 1]:
@@ -73,7 +73,7 @@ class _Node(msgspec.Struct, eq=False):
 
 
 class Claim(msgspec.Struct, eq=False):
-    """One request's chain at one slot. `node` is where it ends; None where it does not count."""
+    """One request's chain at one slot. `node` is where it ends; None if it is not counted."""
 
     slot: int
     chain: Sequence[bytes]
@@ -90,12 +90,12 @@ class ComingBlocks:
         self._root = _Node((), 0, 0, b"", None, {})
         self._deadlines: deque[Claim] = deque()
         self._blocks = 0
-        # the latest look-up, good until the tree changes: a claim of its chain mostly follows
+        # the latest look-up, valid until the tree changes: a claim of the same chain mostly follows
         self._walked: Sequence[bytes] | None = None
         self._path: list[tuple[int, _Node]] = []
 
     def __len__(self) -> int:
-        """Different blocks that are claimed."""
+        """Distinct claimed blocks."""
         return self._blocks
 
     def claim(self, slot: int, chain: Sequence[bytes], now: float) -> Claim:
@@ -108,7 +108,7 @@ class ComingBlocks:
         return claim
 
     def end(self, claim: Claim) -> None:
-        """The request of `claim` ended. Doing it twice is harmless."""
+        """End the claim with its request. Idempotent."""
         node, slot = claim.node, claim.slot
         if node is None:
             return
@@ -153,7 +153,7 @@ class ComingBlocks:
         return depth
 
     def sharing(self, chain: Sequence[bytes], depth: int) -> int:
-        """Claims of the first `depth` blocks of `chain`, whatever follows them; 0 for none."""
+        """Number of claims that begin with the first `depth` blocks of `chain`."""
         if depth:
             for shared, node in self._walk(chain):
                 if shared >= depth:
@@ -169,19 +169,18 @@ class ComingBlocks:
         limit: int | None = None,
         unit: int = 1,
     ) -> int:
-        """Raise `found` (`[size]`, leading blocks of `chain` that a slot holds, where a block
-        counts as `unit`) to what is coming as well; returns the most blocks that a slot was
-        raised to, 0 where none was.
+        """Raise `found` (`[size]`, leading blocks of `chain` that a slot holds, times `unit`) to
+        include coming blocks. Returns the most blocks that a slot was raised to, 0 if none was.
 
-        `groups` says what `found` does, as (depth, slots) with the deepest first. Only slots of
-        the mask `slots` are looked at. With a `limit`, nothing is raised above it.
+        `groups` has the content of `found` as (depth, slots), the deepest first. Only slots in the
+        mask `slots` are considered. With a `limit`, nothing is raised above it.
         """
         most = beyond = held = 0
         holding = iter(groups)
         end, those = next(holding, NOBODY)
         for depth, node in reversed(self._walk(chain)):
             coming = node.mask & slots
-            if coming == beyond:  # whoever comes here goes on
+            if coming == beyond:  # slots that reach this depth may go deeper
                 continue
             if limit is not None and depth > limit:
                 depth = limit
@@ -198,7 +197,7 @@ class ComingBlocks:
         return most
 
     def check(self) -> None:
-        """Raise where the tree contradicts the claims, with figures."""
+        """Raise ComingCheckError, with figures, if the tree contradicts the claims."""
         wanted: dict[bytes, dict[int, int]] = {}
         for claim in self._deadlines:
             if claim.node is None:
@@ -230,7 +229,7 @@ class ComingBlocks:
             )
 
     def _walk(self, chain: Sequence[bytes]) -> list[tuple[int, _Node]]:
-        """(leading blocks that `chain` shares with it, node), deeper and deeper."""
+        """The nodes along `chain` from the root: (leading blocks that it shares, node)."""
         if self._walked is chain:
             return self._path
         path: list[tuple[int, _Node]] = []
@@ -268,7 +267,7 @@ class ComingBlocks:
         return node
 
     def _split(self, node: _Node, place: int) -> _Node:
-        """Part `node` at `place`; returns the new upper part. The lower keeps its claims."""
+        """Split `node` at depth `place`; returns the new upper node. The lower keeps its claims."""
         parent = node.parent
         assert parent is not None
         upper = structs.replace(
@@ -284,7 +283,7 @@ class ComingBlocks:
         return upper
 
     def _merge(self, node: _Node) -> None:
-        """Undo a split that nobody needs any more: one child, and no claim ends here."""
+        """Undo a split that is not needed any more: one child, and no claim ends here."""
         parent = node.parent
         if parent is None or node.ends or len(node.children) != 1:
             return

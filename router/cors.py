@@ -12,7 +12,7 @@ EXPOSED = ", ".join(
 
 
 class Cors:
-    """Permission by origin.
+    """Decides which origins may call.
 
     origins   separated by commas; "*" admits every origin, "" none
     """
@@ -21,8 +21,8 @@ class Cors:
         self._origins = {origin.strip().rstrip("/") for origin in origins.split(",")} - {""}
 
     def admit(self, request: Request) -> bool:
-        """Set the response headers that a browser needs; whether it is a preflight, whose answer
-        is `preflight`."""
+        """Set the response headers that a browser needs. Returns whether it is a preflight, which
+        `preflight` handles."""
         origin = request.headers.get("origin")
         if not self._origins or origin is None or not request.path.startswith("/v1/"):
             return False
@@ -44,5 +44,5 @@ class Cors:
 
 
 async def preflight(request: Request) -> Response:
-    """The answer to a preflight: its headers are all that it says."""
+    """The response to a preflight; only its headers matter."""
     return Response(b"")

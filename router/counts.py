@@ -1,7 +1,7 @@
-"""What a gateway counts: plain numbers, which become Prometheus metrics only at a scrape.
+"""Counters of a gateway: plain numbers, which become Prometheus metrics only at a scrape.
 
-Some are counted for every request; the locked counters of `prometheus_client` would take several
-times as long.
+Some change with every request; the locked counters of `prometheus_client` would take several times
+as long.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class RequestCounts:
 
 
 class ConnectionCounts:
-    """Connections of clients that were not served to their end.
+    """Client connections that the gateway refused or cut.
 
     refused   too many were open
-    stalled   closed because the client read nothing of its answer
+    stalled   closed because the client read nothing of its response
     """
 
     def __init__(self) -> None:
@@ -76,11 +76,11 @@ class AttemptCounts:
 class AnswerCounts:
     """Prompt tokens of answered requests, and the time to their first byte.
 
-    prompt          all of them
+    prompt          all prompt tokens
     predicted       those that the gateway expected the chosen worker to reuse
     hit             those that the worker reused
-    regret          those computed although another worker was expected to hold them
-    overestimated   those expected, but not reused
+    regret          those computed although another worker was predicted to hold them
+    overestimated   those predicted, but not reused
     """
 
     def __init__(self) -> None:
@@ -90,10 +90,10 @@ class AnswerCounts:
     def note(
         self, *, first_byte_s: float, prompt: int, predicted: int, hit: int, best_hit: int
     ) -> None:
-        """A worker began to answer.
+        """A worker began its response.
 
-        `prompt`, `predicted` and `hit` are tokens as above; `best_hit` is the most that any
-        candidate was expected to reuse.
+        `prompt`, `predicted` and `hit` are tokens as above; `best_hit` is the largest predicted
+        hit of any candidate.
         """
         self.first_byte.note(first_byte_s)
         self.prompt += prompt

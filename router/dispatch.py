@@ -1,4 +1,4 @@
-"""One decision: look up hits and load, let the policy choose, book the choice."""
+"""One decision: look up hits and load, let the policy choose, book the chosen worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from router.tokenization import Prompt
 
 
 class Placement(msgspec.Struct, frozen=True, eq=False):
-    """Where a request goes, and what was known when that was decided."""
+    """The worker of a request, and what the decision was based on."""
 
     worker: str
     address: str
@@ -31,15 +31,15 @@ class Placement(msgspec.Struct, frozen=True, eq=False):
 
 
 class NoRoom(Exception):
-    """Workers are ready, but each is full."""
+    """Workers are ready, but none has room."""
 
 
 class Dispatcher:
-    """Decides with the current policy; the owner of policy state and of randomness.
+    """Decides with the current policy. Owns the policy's state and the random numbers.
 
     holds_back   requests wait until a worker has room for their prompt. Otherwise they are sent to
                  a worker that has any free block, and wait there
-    recent       keeps the decisions of requests that asked for them
+    recent       stores the decisions of requests that asked for it
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Dispatcher:
     def place(
         self, model: str, prompt: Prompt, request_id: str, excluded: Collection[str] = ()
     ) -> Placement | None:
-        """Choose a worker and book the request there; None where no worker may serve it, or the
-        prompt was hashed for workers that others have replaced.
+        """Choose a worker and book the request there; None if no worker may serve it, or if the
+        workers that the prompt was hashed for have been replaced.
 
         The caller releases the booking. `excluded` names workers that were tried already.
-        Raises NoRoom where there are workers, but all are full.
+        Raises NoRoom if there are workers, but none has room.
         """
         began = time.perf_counter()
         fleet, policy = self.fleet, self.policy
@@ -76,7 +76,8 @@ class Dispatcher:
         if (
             group is None
             or group.reference is None
-            or group.reference.namespace != prompt.namespace  # hashed for workers now replaced
+            or group.reference.namespace
+            != prompt.namespace  # the workers that it was hashed for have been replaced
         ):
             return None
         chain, tokens = prompt.chain, prompt.tokens
@@ -87,7 +88,7 @@ class Dispatcher:
         if candidates is None:
             raise NoRoom
         decision = policy.choose(candidates, self._rng)
-        if request_id in self.recent.wanted:  # before the booking changes what is to be shown
+        if request_id in self.recent.wanted:  # before the booking changes the load that is shown
             self.recent.keep(
                 fleet, group, request_id, prompt, policy.name, candidates, decision, excluded
             )
@@ -97,14 +98,14 @@ class Dispatcher:
         card = booking.member.card
         reason = reason_of(candidates, decision)
         self._metrics.decisions.note(policy.name, reason, time.perf_counter() - began)
-        if self.shadows.arms and not excluded:  # a second attempt is the same request
+        if self.shadows.arms and not excluded:  # a retry is the same request
             self.shadows.observe(fleet, request_id, everybody, slot)
         return Placement(
             card.worker, card.address, policy.name, hit_tokens, booking, candidates, decision
         )
 
     def explain(self, model: str, kind: str, prompt: Prompt) -> Explanation:
-        """What `place` would do now with this prompt, without doing it."""
+        """What `place` would decide now for this prompt, without a booking."""
         return explain(
             self.fleet,
             self.policy,
@@ -117,7 +118,7 @@ class Dispatcher:
         )
 
     def ended(self, request_id: str, placement: Placement | None) -> None:
-        """The request is over, wherever it was: release its booking, tell all who followed it."""
+        """The request is over: release its booking, and tell shadows and recent decisions."""
         if placement is not None:
             self.fleet.release(placement.booking)
         self.shadows.ended(request_id)

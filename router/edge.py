@@ -1,5 +1,4 @@
-"""The gateway's edge: which handler answers, who may ask, and how every failure becomes an
-OpenAI error object."""
+"""The gateway's edge: routing to handlers, authentication, and errors as OpenAI error objects."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ _Body = TypeVar("_Body", bound=msgspec.Struct)
 CLIENT_GONE_STATUS = 499
 RETRY_AFTER_S = 1
 ARGUMENT = "{"
-"""Where a path's argument begins, as in "/v1/models/{model}"; it is the whole rest of a path."""
+"""Where the argument of a path begins, as in "/v1/models/{model}"; it is the rest of the path."""
 
 _JSON = {"Content-Type": "application/json"}
 _RETRY = {"Retry-After": str(RETRY_AFTER_S)}
@@ -35,7 +34,7 @@ _MORE_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: _RETRY, 503: _RETRY}
 
 
 class Route(NamedTuple):
-    """`handler` answers `method` at `path`."""
+    """`handler` handles `method` at `path`."""
 
     method: str
     path: str
@@ -43,18 +42,18 @@ class Route(NamedTuple):
 
 
 def json_response(value: object, status: int = 200) -> Response:
-    """A JSON answer."""
+    """A JSON response."""
     return Response(msgspec.json.encode(value), status, _JSON)
 
 
 def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
-    """The OpenAI error object; 429 and 503 say when to come back, 401 asks for a bearer token."""
+    """The OpenAI error object. 429 and 503 get `retry-after`, 401 gets `www-authenticate`."""
     more = _MORE_HEADERS.get(error.status, {})
     return Response(error.body(), error.status, {**_JSON, **more, **(headers or {})})
 
 
 def admin_body(body: bytes, kind: type[_Body], form: str, param: str) -> _Body:
-    """The body of an admin call as `kind`, which looks like `form`. Raises RequestError (400)."""
+    """The body of an admin call as `kind`; errors show `form`. Raises RequestError (400)."""
     try:
         return msgspec.json.decode(body, type=kind)
     except RecursionError as error:
@@ -66,9 +65,9 @@ def admin_body(body: bytes, kind: type[_Body], form: str, param: str) -> _Body:
 
 
 class Edge:
-    """Finds handlers, asks for keys, and counts requests by endpoint and status.
+    """Finds handlers, checks keys, and counts requests by endpoint and status.
 
-    endpoint "none": no such path or method; "preflight": a browser's question (CORS)
+    endpoint "none": no such path or method; "preflight": a browser's CORS preflight
     """
 
     def __init__(self, settings: GatewaySettings, requests: RequestCounts) -> None:
@@ -90,13 +89,13 @@ class Edge:
         )
 
     def add(self, routes: Sequence[Route]) -> None:
-        """Answer these too."""
+        """Add routes."""
         for route in routes:
             self._endpoints.setdefault(route.path, {})[route.method] = route.handler
 
     def admit(self, request: Request) -> None:
-        """Set the request's handler, or why it is refused."""
-        if self._cors.admit(request):  # a browser sends no key with it
+        """Set the request's handler or refusal."""
+        if self._cors.admit(request):  # browsers send no key with a preflight
             request.endpoint, request.handler = "preflight", preflight
             return
         missing = self._find(request)
@@ -108,14 +107,14 @@ class Edge:
         coding = request.headers.get("content-encoding", "identity")
         if coding != "identity":
             missing = missing or RequestError(
-                f"a body in the coding {coding!r} cannot be read: send it as it is",
+                f"the content encoding {coding!r} is not supported: send the body uncompressed",
                 status=415,
                 code="unsupported_coding",
             )
         request.refusal = missing
 
     async def answer(self, request: Request) -> Response | None:
-        """Answer, whatever happens; None where a stream was the answer."""
+        """Handle the request and turn errors into responses; None if the response was a stream."""
         status = 500
         try:
             response = await self._answer(request)
@@ -143,7 +142,7 @@ class Edge:
                 return None
             return error_response(
                 RequestError(
-                    "the gateway failed at this request; its log says why",
+                    "the gateway failed to handle this request; see its log",
                     status=500,
                     type="server_error",
                     code="internal_error",
@@ -151,13 +150,13 @@ class Edge:
             )
 
     def _find(self, request: Request) -> RequestError | None:
-        """Set handler and endpoint, or say why there are none."""
+        """Set handler and endpoint, or return why there are none."""
         path, method = request.path, "GET" if request.method == "HEAD" else request.method
         endpoint = path if path in self._endpoints else self._with_argument(request)
         methods = self._endpoints.get(endpoint)
         if methods is None:
             return RequestError(
-                f"there is no {path} here: send to /v1/chat/completions, "
+                f"there is no endpoint {path}: send to /v1/chat/completions, "
                 "/v1/completions or /v1/models",
                 status=404,
                 code="unknown_url",
@@ -165,7 +164,7 @@ class Edge:
         if method not in methods:
             request.allowed = ", ".join(sorted(methods))
             return RequestError(
-                f"{path} does not take {method}: send {request.allowed}",
+                f"{path} does not accept {method}: send {request.allowed}",
                 status=405,
                 code="method_not_allowed",
             )
@@ -173,7 +172,7 @@ class Edge:
         return None
 
     def _with_argument(self, request: Request) -> str:
-        """The endpoint that takes the rest of the request's path as its argument, "" for none."""
+        """The endpoint whose argument is the rest of the request's path; "" for none."""
         for endpoint in self._endpoints:
             fixed, argument, _ = endpoint.partition(ARGUMENT)
             if argument and request.path.startswith(fixed) and request.path != fixed:
@@ -182,7 +181,7 @@ class Edge:
         return ""
 
     def _authenticate(self, request: Request) -> None:
-        """Asks `/v1` for the API key and `/admin` for the admin key."""
+        """Require the API key for `/v1` and the admin key for `/admin`."""
         settings = self._settings
         if settings.api_key and request.path.startswith("/v1/"):
             if not _bearer_is(request, settings.api_key):
@@ -194,7 +193,7 @@ class Edge:
 def body_too_large(limit_bytes: int) -> RequestError:
     """413, with the limit."""
     return RequestError(
-        f"the body is over the limit of {limit_bytes} bytes: send a shorter one",
+        f"the body exceeds the limit of {limit_bytes} bytes: send a shorter one",
         status=413,
         code="body_too_large",
     )
@@ -204,8 +203,7 @@ def too_many_connections(limit: int) -> Response:
     """503, with the limit."""
     return error_response(
         RequestError(
-            f"{limit} connections are open at this gateway, and no more are taken: try again in a "
-            "moment",
+            f"this gateway has reached its limit of {limit} connections: retry in a moment",
             status=503,
             type=SERVICE_UNAVAILABLE,
             code="too_many_connections",
@@ -214,9 +212,9 @@ def too_many_connections(limit: int) -> Response:
 
 
 def no_ready_worker(found: str) -> RequestError:
-    """503, with what was found."""
+    """503, with the cause `found`."""
     return RequestError(
-        f"{found}: try again in a moment; /ready says what is missing",
+        f"{found}: retry in a moment; /ready says what is missing",
         status=503,
         type=SERVICE_UNAVAILABLE,
         code="no_ready_worker",
@@ -224,15 +222,15 @@ def no_ready_worker(found: str) -> RequestError:
 
 
 def malformed(reason: str, status: int) -> RequestError:
-    """The refusal of what is no HTTP, or too long for it."""
-    return RequestError(f"the request cannot be read: {reason}", status=status, code="bad_request")
+    """The refusal of bytes that are not HTTP or exceed a limit."""
+    return RequestError(f"the request is malformed: {reason}", status=status, code="bad_request")
 
 
 def _admit_admin(request: Request, key: str) -> None:
-    """With a key, whoever has it; without one, clients on this machine.
+    """Admit holders of the key; without a key, clients on this machine.
 
-    A request that came through a proxy may be anybody's, and one that a web page of another
-    origin made a browser send is not the administrator's.
+    Without a key, requests through a proxy are refused, as they may come from anywhere, and so are
+    those that a web page of another origin made a browser send.
     """
     if key:
         if not _bearer_is(request, key):
@@ -253,8 +251,8 @@ def _admit_admin(request: Request, key: str) -> None:
 def _is_foreign(headers: Mapping[str, str]) -> bool:
     """Whether a web page of another origin may have made a browser send the request.
 
-    A page can have its own name resolve to this machine; then the origin is no other one to the
-    browser. Such a name has a dot, and is no address.
+    With DNS rebinding, a page's own host name resolves to this machine, and the browser sees the
+    same origin. Such a name has a dot and is not an IP address.
     """
     origin, host = headers.get("origin"), headers.get("host", "")
     try:
@@ -282,7 +280,7 @@ def _is_local(remote: str) -> bool:
 
 
 def _bearer_is(request: Request, key: str) -> bool:
-    """Compares in constant time."""
+    """Compare in constant time."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     given = token.strip().encode("utf-8", "surrogateescape")
     return hmac.compare_digest(given, key.encode()) and scheme.lower() == "bearer"

@@ -1,11 +1,10 @@
-"""Exact tokens of a text, by the quickest library that agrees with the model's tokenizer.
+"""Exact tokens of a text, from the fastest library that agrees with the model's tokenizer.
 
-`fastokens` encodes 20 to 200 times as fast as `tokenizers`. It is used only for a tokenizer for
-which both give the same tokens on all of `router/encoding_check.py`; `tokenizers` serves the
-others, and single texts that `fastokens` refuses.
+`fastokens` encodes 20 to 200 times as fast as `tokenizers`. It is used only for tokenizers with
+which both libraries return the same tokens for all of `router/encoding_check.py`. `tokenizers`
+encodes for all others, and single texts that `fastokens` refuses.
 
-Both release the interpreter's lock while they encode a long text, so a call from a thread stops
-nothing else.
+Both release the GIL while they encode a long text, so a call in a thread does not block others.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from router.encoding_check import check_texts
 from router.token_bound import token_bound
 
 os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
-# The library reads it when it first encodes. With more threads a text takes half as much CPU time
-# again, and one text all cores.
+# Read at the first encoding. With more threads, a text takes half as much CPU time again and
+# occupies all cores.
 
 
 class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Which library encodes for a tokenizer.
 
-    tokenizer   its digest, as in the namespace
-    model       a model that uses it
+    tokenizer   digest of the tokenizer, as in the namespace
+    model       a model that uses the tokenizer
     library     "fastokens" or "tokenizers"
-    version     of the library
-    reason      why it is not fastokens; empty where it is
+    version     version of the library
+    reason      why fastokens is not used; "" if it is
     """
 
     tokenizer: str
@@ -46,7 +45,7 @@ class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TooManyTokens(Exception):
-    """A text has more tokens than it may have: `tokens`, or at least so many if not `exact`."""
+    """A text has more tokens than allowed: `tokens`, or at least so many if not `exact`."""
 
     def __init__(self, tokens: int, *, exact: bool) -> None:
         super().__init__(f"{tokens} tokens")
@@ -57,7 +56,7 @@ class TooManyTokens(Exception):
 class TextEncoder:
     """Encodes texts with one tokenizer. Thread-safe.
 
-    tokenizer_json   contents of a tokenizer.json; ValueError or Exception where it is none
+    tokenizer_json   contents of a tokenizer.json; ValueError or Exception if invalid
 
     Building takes some 0.3 s and checks `fastokens` against `tokenizers`, which also warms it up.
     """
@@ -72,12 +71,12 @@ class TextEncoder:
         self.reason = self._try_fast(tokenizer_json)
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token; None where the vocabulary lacks it."""
+        """The id of a token; None if it is not in the vocabulary."""
         found: int | None = self._exact.token_to_id(token)
         return found
 
     def info(self, tokenizer: str, model: str) -> EncoderInfo:
-        """Which library encodes, for a status page."""
+        """Which library encodes."""
         library = tokenizers if self._fast is None else fastokens
         name = library.__name__
         return EncoderInfo(
@@ -89,15 +88,15 @@ class TextEncoder:
         )
 
     def encode(self, text: str, most: int | None = None) -> bytes:
-        """Packed tokens (little-endian u32) of `text`, without any that a model wants before it.
+        """Packed tokens (little-endian u32) of `text`, without a bos token.
 
-        Raises TooManyTokens where there are more than `most`, and RequestError (400) for a text
-        with an unpaired surrogate.
+        Raises TooManyTokens for more than `most` tokens, and RequestError (400) for a text with an
+        unpaired surrogate.
         """
         self.check_size(text, most)
         packed = _encode_fast(self._fast, text) if self._fast is not None else None
         if packed is None:
-            # in a batch of one, which releases the interpreter's lock and computes no offsets
+            # a batch of one releases the GIL and computes no offsets
             encoded = self._exact.encode_batch_fast([text], add_special_tokens=False)[0]
             if most is not None and len(encoded) > most:
                 raise TooManyTokens(len(encoded), exact=True)
@@ -107,8 +106,8 @@ class TextEncoder:
         return packed
 
     def check_size(self, text: str, most: int | None) -> None:
-        """Raises TooManyTokens where the size of `text` says that it has more tokens than `most`,
-        and RequestError (400) where it has an unpaired surrogate."""
+        """Raises TooManyTokens if the size of `text` implies more than `most` tokens, and
+        RequestError (400) if it has an unpaired surrogate."""
         if not text.isascii():
             _check_unicode(text)
         if most is not None and self._bound is not None:
@@ -117,7 +116,7 @@ class TextEncoder:
                 raise TooManyTokens(fewest, exact=False)
 
     def _try_fast(self, tokenizer_json: str) -> str:
-        """Use fastokens where it agrees; else the reason why not."""
+        """Use fastokens if it agrees. Returns the reason if it is not used, otherwise ""."""
         try:
             fast = FastTokenizer.from_json_str(_in_one_split(tokenizer_json))
             fast.no_truncation()
@@ -135,13 +134,13 @@ class TextEncoder:
 
 
 DIGITS_AND_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
-"""Splits as first at every digit and then, between them, with GPT-2's expression: white space
-before a digit stands at the end of what is split, and so belongs together."""
+"""Equivalent to a split at every digit, then GPT-2's expression between: white space before a digit
+ends its part, so it stays together."""
 
 
 def _in_one_split(tokenizer_json: str) -> str:
-    """The tokenizer, with the two splits of SmolLM and StarCoder written as one, which fastokens
-    does in a third of the time."""
+    """The tokenizer, with the two splits of SmolLM and StarCoder merged into one: fastokens then
+    takes a third of the time."""
     tree = msgspec.json.decode(tokenizer_json, type=dict[str, msgspec.Raw])
     steps = msgspec.json.decode(tree.get("pre_tokenizer", b"null"))
     match steps:
@@ -165,13 +164,15 @@ def _in_one_split(tokenizer_json: str) -> str:
 
 
 def _encode_fast(fast: FastTokenizer, text: str) -> bytes | None:
-    """None where fastokens refuses the text, as it does a million white spaces in a row."""
+    """None if fastokens refuses the text, such as a million white spaces in a row."""
     try:
         packed: bytes = fast.encode_batch_flat([text])[0]
     except ValueError:
         return None
     except BaseException as error:
-        if type(error).__name__ == "PanicException":  # of Rust code; it is no Exception
+        if (
+            type(error).__name__ == "PanicException"
+        ):  # a panic of Rust code, which is not an Exception
             return None
         raise
     return packed
@@ -182,5 +183,5 @@ def _check_unicode(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            "the text has an unpaired surrogate, which is no Unicode: send it as UTF-8"
+            "the text has an unpaired surrogate, which is not valid Unicode: send valid UTF-8"
         ) from error

@@ -1,4 +1,4 @@
-"""Texts on which two implementations of a tokenizer must agree before one stands for the other."""
+"""Texts on which two implementations of a tokenizer must agree before one replaces the other."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TEXTS = (
     "SELECT * FROM t WHERE a='b' AND c IS NOT NULL; -- comment\n/* x */ x++; y--; z**=2; a<<=1;",
 )
 """Words, code, digits, white space of all kinds, emoji, many scripts, combining marks, private and
-unassigned characters, and what looks like an added token."""
+unassigned characters, and texts that resemble added tokens."""
 
 
 def check_texts(added_tokens: Iterable[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Why a request goes where it goes: the table behind a decision, and its reason in one word."""
+"""Why a request goes to a worker: the table behind a decision, and its reason in one word."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ Reason = Literal["only", "cold", "hit", "load", "guard"]
 
 REASONS: dict[Reason, str] = {
     "only": "no other worker may serve it",
-    "cold": "no worker holds any of its prefix, so the load decides",
+    "cold": "no worker holds any of its prefix, so load decides",
     "hit": "no worker holds more of its prefix",
-    "load": "another worker holds more of its prefix, but costs more or is left out",
-    "guard": "its prefix draws more than its holders' share: the hotspot guard left them out",
+    "load": "another worker holds more of its prefix, but costs more or is excluded",
+    "guard": "its prefix exceeds its holders' share of requests: the hotspot guard excluded them",
 }
 
 
 class ExplainedWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker in the light of one request. Tokens are prompt tokens.
+    """One worker as the decision on one request saw it. Tokens are prompt tokens.
 
-    hit_tokens     expected not to be computed: published blocks and those on their way there, and
-                   what blocks in cold tiers are worth
+    hit_tokens     predicted hit: published blocks, coming blocks, and the worth of blocks in cold
+                   tiers
     cold_tokens    tokens that it holds only in cold tiers, beyond those on its device
-    coming_tokens  of these, on their way: requests in flight there will have computed them
-    new_tokens     what it would compute
+    coming_tokens  tokens of coming blocks in `hit_tokens`: requests in flight will store them
+    new_tokens     tokens that it would compute
     pending_tokens, batch   its load: tokens to compute for others; requests running and waiting
-    cost           by the policy, the least wins; None where the worker is left out
-    left_out       why it is no candidate, or why the policy left it out; "" where it has a cost
+    cost           of the policy, the least wins; None if the worker is left out
+    left_out       why it is not a candidate, or why the policy left it out; "" if it has a cost
     """
 
     worker: str
@@ -55,18 +55,18 @@ class ExplainedWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of `POST /admin/explain`, for which nothing was sent, booked or remembered, and of
-    `GET /admin/decisions/{request id}`, of a decision that was taken.
+    """Response of `POST /admin/explain`, which sends, books and stores nothing, and of
+    `GET /admin/decisions/{request id}`, for a decision that was made.
 
     blocks          full blocks of the prompt
-    chosen          worker that this decision takes, "" where none may serve; near-ties fall
-                    to chance, so that the next decision may take another
-    reason          one of REASONS, or "" ; `because` says it in words
-    second          next best by cost, "" where there is none
+    chosen          the chosen worker, "" if none may serve; near-ties fall to chance, so the
+                    next decision may choose another
+    reason          one of REASONS, or ""; `because` says it in words
+    second          next best by cost, "" if there is none
     margin          cost of `second` minus cost of `chosen`; below 0 where the policy looks at
                     more than cost; `margin_share` is that over the cost of `chosen`
-    workers         candidates by cost, then those left out by name
-    others          workers beyond these, which are left out of a large table
+    workers         candidates by cost, then workers that are left out, by name
+    others          number of workers omitted from a large table
     """
 
     model: str
@@ -86,7 +86,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def reason_of(candidates: Candidates, decision: Decision) -> Reason:
-    """Which of REASONS holds for what was decided on `candidates`."""
+    """Which of REASONS applies to a decision on `candidates`."""
     hits = candidates.hit_tokens
     if len(hits) == 1:
         return "only"
@@ -109,7 +109,7 @@ def explain(
     prompt_tokens: int,
     holds_back: bool,
 ) -> Explanation:
-    """Decide as for a request with these block hashes, and show what the decision saw.
+    """Decide as for a request with these block hashes, and show what the decision was based on.
 
     `holds_back`: whether requests wait at the gateway until a worker has room.
     """
@@ -117,7 +117,7 @@ def explain(
     candidates = everybody and only_with_room(everybody, holds_back=holds_back)
     decision = None
     if candidates is not None:
-        # a copy: policies such as round_robin remember their decisions
+        # a copy: policies such as round_robin change their state
         trial = policy._replace(state=copy.deepcopy(policy.state))
         decision = trial.choose(candidates, rng)
     return explanation_of(
@@ -147,11 +147,11 @@ def explanation_of(
     tried: Collection[str] = (),
     others: int = 0,
 ) -> Explanation:
-    """The table of a decision of this moment that is not booked yet.
+    """The table of a decision that is not booked yet.
 
-    members     those to be shown: the candidates and more
-    candidates  what the policy saw, and what it decided; None where no worker may serve
-    tried       workers that the request was sent to before, in vain
+    members     workers to show: the candidates and others
+    candidates  what the policy saw and decided; None if no worker may serve
+    tried       workers whose attempts failed
     """
     costs: dict[int, float] = {}
     hits: dict[int, int] = {}
@@ -236,8 +236,8 @@ def _held(
     prompt_tokens: int,
     block_size: int,
 ) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
-    """By slot, prompt tokens: whose blocks the worker has announced; those and what is coming to
-    its device; what it holds beyond that, in cold tiers only."""
+    """Prompt tokens by slot: in announced blocks; in announced and coming blocks of its device; in
+    blocks beyond these that it holds only in cold tiers."""
     slots = [member.slot for member in members]
     if not members or not block_size:
         nothing = dict.fromkeys(slots, 0)
@@ -255,10 +255,10 @@ def _held(
 
 
 def _why_left_out(member: Member, model: str, prompt_tokens: int, tried: Collection[str]) -> str:
-    """Why a worker that is no candidate is none, in words."""
+    """Why a worker is not a candidate, in words."""
     card = member.card
     if card.worker in tried:
-        return "it failed at this request before"
+        return "it failed this request before"
     if card.model != model:
         return f"it serves {card.model}"
     if member.refused:
@@ -266,6 +266,6 @@ def _why_left_out(member: Member, model: str, prompt_tokens: int, tried: Collect
     if member.state != "ready":
         return f"it is {member.state}"
     if member.suspect_until:
-        return "it refused a connection; its next report brings it back"
+        return "it refused a connection; it is excluded until its next report"
     needed = -(-prompt_tokens // card.namespace.block_size)
-    return f"it has no room: {member.load.free_blocks} blocks are free, the prompt takes {needed}"
+    return f"it has no room: {member.load.free_blocks} blocks are free, the prompt needs {needed}"

@@ -1,8 +1,8 @@
-"""The router's live picture of all workers: what they hold, how busy they are, who may serve.
+"""The router's live view of all workers: their blocks, their load, and which may serve.
 
-Load without leaks: `load(w) = last report of w + this router's own requests to w that no
-report has named as received yet`. Nothing is counted up here and down there: a worker's row is
-derived anew from its last report and the list of its unnamed requests each time either changes.
+Load cannot drift: `load(w) = last report of w + this router's requests to w that no report has
+named as received yet`. No counter is incremented in one place and decremented in another: a
+worker's row is computed from its last report and its unnamed requests whenever either changes.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from router.signals import Signal
 from router.suspects import Suspects
 
 CLAIM_LIFE_S = 60.0
-"""Blocks of a routed request count as coming for so long at most; its end is sooner, mostly."""
+"""Longest life of a claim on coming blocks; its request mostly ends earlier."""
 
 SUSPECT_S = 5.0
-"""A worker that refused a connection is left out until its next report, or for so long where
-no report comes because the bus is away."""
+"""A worker that refused a connection is suspect until its next report, or for this time if the bus
+is unreachable and none comes."""
 
 
 class FleetCheckError(AssertionError):
-    """The fleet contradicts itself. Its text says where."""
+    """The fleet contradicts itself; the message says where."""
 
 
 class Fleet:
-    """All workers of a pool. A `cluster.following.FleetSink`; not safe for several threads.
+    """All workers of a pool. A `cluster.following.FleetSink`. Not thread-safe.
 
     clock      seconds, monotonic
-    changed    sent after a worker appeared, began an epoch, changed its state or went
-    room       sent after a worker may have got room: a report, a request's end, a new worker
+    changed    sent after a worker appeared, began an epoch, changed its state or left
+    room       sent after an event that may make room: a report, a request's end, a new worker
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Fleet:
         self._bookings: dict[int, Booking] = {}
         self._serial = 0
 
-    # What the bus says (FleetSink)
+    # FleetSink: called by the bus follower
 
     def on_card(self, card: WorkerCard) -> None:
         """A new worker, a new epoch, or a changed card. Cards of past epochs are ignored."""
@@ -113,8 +113,8 @@ class Fleet:
     def on_report(self, report: Report) -> bool:
         """Apply a report. Those of unknown workers and of other epochs are ignored.
 
-        Returns False where the index then holds another number of the worker's blocks than
-        the worker says that it has cached.
+        Returns False if the index then holds another number of the worker's blocks than the
+        report states.
         """
         member = self._members.get(report.worker)
         if member is None or member.card.epoch != report.epoch:
@@ -142,7 +142,7 @@ class Fleet:
         return agrees
 
     def on_gone(self, worker: str, reason: str) -> None:
-        """Forget a worker. Its requests in flight end by themselves."""
+        """Remove a worker. Its requests in flight end on their own."""
         member = self._members.pop(worker, None)
         if member is None:
             return
@@ -158,10 +158,10 @@ class Fleet:
         self._regroup(member.card.model)
         self.changed.send()
 
-    # What the gateway asks and does
+    # Called by the gateway
 
     def models(self) -> dict[str, WorkerCard]:
-        """Models that a ready worker serves, with the card that the others must match."""
+        """Models that a ready worker serves, with the card that other workers must match."""
         return {
             name: group.reference
             for name, group in sorted(self.groups.by_model.items())
@@ -173,7 +173,7 @@ class Fleet:
         return sorted(self.groups.by_model)
 
     def group(self, model: str) -> ModelGroup | None:
-        """The workers of `model` that may serve now; None where no worker names it."""
+        """The workers of `model` that may serve now; None if no worker has that model."""
         self._expire()
         return self.groups.by_model.get(model)
 
@@ -184,11 +184,11 @@ class Fleet:
         prompt_tokens: int,
         excluded: Collection[str] = (),
     ) -> Candidates | None:
-        """The workers that may serve a prompt, None where there is none.
+        """The workers that may serve a prompt; None if there is none.
 
-        `chain` are the hashes of the prompt's full blocks; `excluded` names workers. A hit is
+        `chain` has the hashes of the prompt's full blocks; `excluded` names workers. A hit is
         at most `prompt_tokens - 1` tokens, in whole blocks: the last token is always computed.
-        The load is that of the moment: its arrays may change with the fleet's next change.
+        The load arrays may change with the next change of the fleet.
         """
         group = self.group(model)
         return None if group is None else self.candidates_of(group, chain, prompt_tokens, excluded)
@@ -200,7 +200,7 @@ class Fleet:
         prompt_tokens: int,
         excluded: Collection[str] = (),
     ) -> Candidates | None:
-        """`candidates` of a group that `group` has just given."""
+        """`candidates` for a group that `group` has just returned."""
         if group.reference is None or not group.mask:
             return None
         slots, mask, run, columns = group.slots, group.mask, group.run, group.columns
@@ -212,7 +212,7 @@ class Fleet:
         if not mask:
             return None
         block_size = group.reference.namespace.block_size
-        # not a slice of the chain: that would touch every one of its hashes
+        # no slice of the chain, which would copy all its hashes
         reusable = min(len(chain), (prompt_tokens - 1) // block_size)
         hit_tokens, most = self._device_hits(chain, mask, reusable, block_size)
         cold = bool(self.cold)
@@ -236,20 +236,20 @@ class Fleet:
         )
 
     def device_depths(self, chain: Sequence[bytes], mask: int, limit: int) -> NDArray[np.int64]:
-        """By slot, leading blocks (at most `limit`) that are on its device or coming there."""
+        """Leading blocks by slot (at most `limit`) that are on its device or coming there."""
         return self._device_hits(chain, mask, limit, 1)[0]
 
     def _device_hits(
         self, chain: Sequence[bytes], mask: int, limit: int, unit: int
     ) -> tuple[NDArray[np.int64], int]:
-        """`device_depths`, where a block counts as `unit`, and the most blocks of any slot."""
+        """`device_depths` times `unit`, and the most blocks of any slot."""
         groups = self.index.ends(chain, mask, limit)
         depths = self._spread.array(groups, self._table.size, unit)
         most = self.coming.raise_depths(depths, groups, chain, mask, limit, unit)
         return depths, max(most, groups[0][0]) if groups else most
 
     def at(self, slot: int) -> Member:
-        """The worker in `slot`. Raises LookupError where there is none."""
+        """The worker in `slot`. Raises LookupError if there is none."""
         member = self._by_slot[slot]
         if member is None:
             raise LookupError(f"no worker is in slot {slot}")
@@ -263,7 +263,7 @@ class Fleet:
         prompt_tokens: int,
         hit_tokens: int,
     ) -> Booking:
-        """Count a request at a worker, and its blocks as coming there, until `release`."""
+        """Book a request at a worker, and claim its blocks as coming there, until `release`."""
         member = self.at(slot)
         self._serial += 1
         now, card = self._clock(), member.card
@@ -283,7 +283,7 @@ class Fleet:
         self._bookings[booking.serial] = booking
         if member.unnamed.setdefault(request_id, booking) is booking:
             self._table.add_booking(slot, booking.new_tokens, booking.new_pairs, booking.new_blocks)
-        else:  # another request with the same id: the later counts
+        else:  # another request with the same id: the later one counts
             member.unnamed[request_id] = booking
             self._table.put(slot, booked_of(member))
         member.routed += 1
@@ -291,7 +291,7 @@ class Fleet:
         return booking
 
     def release(self, booking: Booking) -> None:
-        """The booking's response ended or failed. Doing it twice is harmless."""
+        """The booking's response ended or failed. Idempotent."""
         if self._bookings.pop(booking.serial, None) is None:
             return
         booking.traffic.end()
@@ -304,14 +304,14 @@ class Fleet:
         self.room.send()
 
     def suspect(self, worker: str) -> None:
-        """A worker refused a connection: leave it out until its next report."""
+        """A worker refused a connection: it is suspect until its next report."""
         member = self._members.get(worker)
         if member is not None:
             self._suspects.add(member, self._clock())
             self._regroup(member.card.model)
 
     def next_return_s(self) -> float | None:
-        """Seconds until a worker that refused a connection is tried again; None where none is."""
+        """Seconds until the next suspect becomes a candidate again; None if there is none."""
         return self._suspects.next_return_s(self._clock())
 
     @property
@@ -340,7 +340,7 @@ class Fleet:
         return {name: member.refused for name, member in self._members.items() if member.refused}
 
     def check(self) -> None:
-        """Raise where the fleet contradicts itself, with figures."""
+        """Raise FleetCheckError, with figures, if the fleet contradicts itself."""
         self.index.check()
         self.cold.check()
         self.coming.check()
@@ -385,7 +385,7 @@ class Fleet:
         self._refresh_speeds(member)
         self._suspects.trust(member)
         if card.address != member.card.address:
-            # another process: it never got what was sent to the old one
+            # another process: it did not receive the requests of the old one
             member.unnamed.clear()
 
     def _set_state(self, member: Member, state: WorkerState) -> None:

@@ -1,4 +1,4 @@
-"""One attempt of a request at one worker: post it, then relay the answer or say what went wrong."""
+"""One attempt of a request at one worker: send it, relay the response or return the failure."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _REASONS: dict[int, Reason] = {429: "full", 503: "unavailable"}
 
 
 class Answered(NamedTuple):
-    """The worker answered, or refused what no worker will accept.
+    """The worker responded, or refused a request that no worker would accept.
 
-    response      for the client; None: it has been sent as a stream
-    broken_off    the stream ended with an error event, because the worker was lost
+    response      for the client; None if it was sent as a stream
+    broken_off    the stream ended with an error event because the worker was lost
     """
 
     response: Response | None
@@ -53,8 +53,8 @@ class Failed(NamedTuple):
     """The attempt failed, and nothing was sent to the client.
 
     reason   connect: the worker cannot be reached. full, unavailable, failed: it answered 429, 503,
-             another status. dropped: the connection ended too early. timeout: no answer began
-    error    what the client is told if there is no other attempt
+             another status. dropped: the connection ended early. timeout: no response began
+    error    for the client if there is no other attempt
     """
 
     reason: Reason
@@ -62,16 +62,16 @@ class Failed(NamedTuple):
 
 
 class EventBuffer:
-    """Passes whole server-sent events on and holds back the beginning of one that is not whole.
+    """Passes complete server-sent events on and buffers an incomplete one.
 
-    So a client never sees half an event, even where a worker dies in the midst of it.
+    So a client never receives half an event, even if the worker dies while it sends one.
     """
 
     def __init__(self) -> None:
         self._begun = b""
 
     def feed(self, chunk: bytes) -> bytes:
-        """The whole events that are there after `chunk`, unchanged."""
+        """The complete events after `chunk`, unchanged."""
         if not self._begun and chunk.endswith(EVENT_END):
             return chunk
         data = self._begun + chunk
@@ -81,14 +81,14 @@ class EventBuffer:
         return data[:cut]
 
     def rest(self) -> bytes:
-        """What was held back, when the stream has ended properly."""
+        """The buffered rest, after the stream has ended properly."""
         return self._begun
 
 
 class Forwarder:
-    """Makes attempts over shared connections, whose owner is the gateway.
+    """Makes attempts over shared connections, which the gateway owns.
 
-    first_byte_timeout_s   for a worker to begin its answer
+    first_byte_timeout_s   time for a worker to begin its response
     """
 
     def __init__(self, workers: WorkerConnections, first_byte_timeout_s: float) -> None:
@@ -102,11 +102,11 @@ class Forwarder:
         placement: Placement,
         began: Callable[[int], None],
     ) -> Answered | Failed:
-        """Send the request to the worker where it is placed.
+        """Send the request to the worker of its placement.
 
-        `began` is called at the first byte of an answer, with the prompt tokens that the worker
-        has reused. Raises ClientGone. When the caller is cancelled the worker's connection is
-        closed at once, which cancels the request there.
+        `began` is called at the first byte of a response, with the prompt tokens that the worker
+        has reused. Raises ClientGone. If the caller is cancelled, the worker's connection is closed
+        at once, which cancels the request there.
         """
         worker = placement.worker
         try:
@@ -120,7 +120,7 @@ class Forwarder:
             return Failed(
                 "connect",
                 RequestError(
-                    f"the worker {worker} cannot be reached: try again in a moment",
+                    f"the worker {worker} cannot be reached: retry in a moment",
                     status=503,
                     type=SERVICE_UNAVAILABLE,
                     code="worker_unreachable",
@@ -130,8 +130,8 @@ class Forwarder:
             return Failed(
                 "timeout",
                 RequestError(
-                    f"the worker {worker} did not begin to answer within "
-                    f"{self._first_byte_timeout_s:g} s: try again, or send a shorter prompt",
+                    f"the worker {worker} did not start a response within "
+                    f"{self._first_byte_timeout_s:g} s: retry, or send a shorter prompt",
                     status=504,
                     type="server_error",
                     code="first_byte_timeout",
@@ -165,9 +165,9 @@ class Forwarder:
 
 
 async def _breaks_off(upstream: WorkerAnswer, first: bytes, stream: Stream, worker: str) -> bool:
-    """Relay each chunk as it comes; whether the worker was lost before the end.
+    """Relay each chunk as it arrives. Returns whether the worker was lost before the end.
 
-    From here on a failure is an event in the stream.
+    From here on, a failure is an event in the stream.
     """
     events = EventBuffer()
     chunk = first
@@ -187,14 +187,14 @@ async def _breaks_off(upstream: WorkerAnswer, first: bytes, stream: Stream, work
 
 
 async def _refused(upstream: WorkerAnswer, worker: str) -> Answered | Failed:
-    """Pass a 4xx on as it is. 429 and all others concern this worker: another may do better."""
+    """Pass a 4xx on as it is. 429 and all other statuses concern this worker only: retry."""
     body = await upstream.read()
     status = upstream.status
     if status != 429 and 400 <= status < 500:
         kind = upstream.headers.get("content-type", "application/json")
         return Answered(Response(body, status, {"Content-Type": kind}))
     if status < 400:
-        status = 502  # neither an answer nor a refusal
+        status = 502  # neither a response nor a refusal
     reason = _REASONS.get(status, "failed")
     try:
         told = msgspec.json.decode(body, type=ErrorAnswer).error
@@ -202,7 +202,7 @@ async def _refused(upstream: WorkerAnswer, worker: str) -> Answered | Failed:
         return Failed(
             reason,
             RequestError(
-                f"the worker {worker} answered with status {upstream.status}: try again",
+                f"the worker {worker} answered with status {upstream.status}: retry",
                 status=status,
                 type="server_error",
                 code="worker_failed",
@@ -215,11 +215,13 @@ async def _refused(upstream: WorkerAnswer, worker: str) -> Answered | Failed:
 
 
 def _lost(worker: str, error: WorkerLost) -> Failed:
-    log.warning("worker %s closed the connection before its answer was complete: %r", worker, error)
+    log.warning(
+        "worker %s closed the connection before its response was complete: %r", worker, error
+    )
     return Failed(
         "dropped",
         RequestError(
-            f"the worker {worker} closed the connection before the answer was complete: try again",
+            f"the worker {worker} closed the connection before its response was complete: retry",
             status=502,
             type="server_error",
             code="worker_lost",

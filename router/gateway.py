@@ -54,21 +54,22 @@ from router.worker_connections import WorkerConnections
 log = logging.getLogger(__name__)
 
 DRAIN_S = 5.0
-"""Answers under way may take so long to end when the gateway stops."""
+"""Time for running responses to end when the gateway stops."""
 
 GC_ALLOCATIONS = 20_000
-"""Garbage is looked for after so many new objects. A request makes some hundred that live a few
-milliseconds; Python's own 700 would look through them several times a request."""
+"""New objects between two garbage collections. A request makes some hundred objects that live a few
+milliseconds; Python's default of 700 would scan them several times per request."""
 
 PARSED_AT_ONCE = 256 * 1024
-"""Larger bodies (bytes) are parsed in a thread: so many take 1 ms, or 20 of the smallest values."""
+"""Larger bodies (bytes) are parsed in a thread. This size takes 1 ms, or 20 ms if it is all tiny
+values."""
 
 FETCH_TIMEOUT_S = 30.0
-"""For a worker to hand over its tokenizer."""
+"""Time for a worker to send its tokenizer."""
 
 
 class BusFollower(Protocol):
-    """Feeds the fleet; `cluster.follower.Follower` is one."""
+    """Feeds the fleet, as `cluster.follower.Follower` does."""
 
     @property
     def status(self) -> BusStatus: ...
@@ -87,7 +88,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of `/v1/models`."""
+    """Response of `/v1/models`."""
 
     data: list[ModelEntry]
     object: Literal["list"] = "list"
@@ -96,9 +97,9 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 class Gateway:
     """A gateway that can be started and stopped once.
 
-    follower_factory   makes what feeds the fleet; the default follows Redis
-    drain_s            answers under way may take so long to end at `stop`
-    siblings           where the gateway has several processes, this one among them
+    follower_factory   makes the follower that feeds the fleet; the default follows Redis
+    drain_s            time for running responses to end at `stop`
+    siblings           the gateway's processes, if it has several
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Gateway:
         self._server: HttpServer
 
     async def start(self) -> None:
-        """Bind, and follow the bus. `url` is set afterwards. Raises OSError for a taken port."""
+        """Bind, and follow the bus. Sets `url`. Raises OSError if the port is in use."""
         try:
             await self._start()
         except BaseException:
@@ -144,7 +145,7 @@ class Gateway:
             raise
 
     async def stop(self) -> None:
-        """Take no new requests, let answers end, then end everything. Harmless when repeated."""
+        """Accept no new requests, let responses end, then stop everything. Idempotent."""
         await self._cleanup.aclose()
 
     async def _start(self) -> None:
@@ -193,7 +194,7 @@ class Gateway:
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def _routes(self) -> list[Route]:
-        """What clients are answered. With siblings, this process listens for them from now on."""
+        """The routes for clients. With siblings, this process listens to them from now on."""
         admin = Admin(
             self.settings.pool,
             self.fleet,
@@ -305,15 +306,15 @@ class Gateway:
         return Response(self.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     def readiness(self) -> ReadyView:
-        """Whether requests can be served by prefix, and in words why not."""
+        """Whether requests can be served, and by prefix, with the reasons in words if not."""
         return readiness(self.settings.pool, self.fleet, self._bus_status())
 
     def _bus_status(self) -> BusStatus:
-        """What the follower tells of itself, and where it has ended, that."""
+        """The follower's status, or that it has stopped."""
         status = self._follower.status
         if self._following is None or not self._following.done():
             return status
-        reason = "the bus follower has ended; the log says why"
+        reason = "the bus follower has stopped; see the gateway's log"
         return msgspec.structs.replace(status, connected=False, stale=True, reason=reason)
 
 
@@ -343,12 +344,12 @@ async def serve_gateway(
 ) -> None:
     """Serve until cancelled. `ready` is called with the base URL once the port is bound.
 
-    siblings   where the gateway has several processes, this one among them
+    siblings   the gateway's processes, if it has several
     """
     gateway = Gateway(settings, siblings=siblings)
     await gateway.start()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    gc.freeze()  # modules and such stay: never look through them
+    gc.freeze()  # modules and the like stay: the collector skips them
     gc.set_threshold(GC_ALLOCATIONS, *gc.get_threshold()[1:])
     try:
         if ready is not None:

@@ -1,4 +1,4 @@
-"""The workers of one model: which of them may serve now, and what they must have in common."""
+"""The workers of one model: which may serve now, and what they must have in common."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.traffic import Traffic
 
 
 class Groups:
-    """Groups by model, and when the last worker of those that have none left.
+    """Groups by model, and for models without workers the time when the last one left.
 
     clock   seconds, monotonic
     """
@@ -24,7 +24,7 @@ class Groups:
         self._clock = clock
 
     def put(self, model: str, members: Sequence[Member]) -> None:
-        """These are all workers of `model` now."""
+        """Set all workers of `model`."""
         former = self.by_model.pop(model, None)
         if not members:
             self._left_at[model] = self._clock()
@@ -33,7 +33,7 @@ class Groups:
         self.by_model[model] = group_of(members, former, self._table)
 
     def absent_s(self, model: str) -> float | None:
-        """Seconds since the last worker of `model` left; None where it has some, or never had."""
+        """Seconds since the last worker of `model` left; None if it has some or never had any."""
         left_at = self._left_at.get(model)
         return None if left_at is None else self._clock() - left_at
 
@@ -41,8 +41,8 @@ class Groups:
 def group_of(members: Sequence[Member], former: ModelGroup | None, table: LoadTable) -> ModelGroup:
     """The group of all workers of one model, whatever their state; sets their `refused`.
 
-    The reference stays that of the `former` group as long as a ready worker matches it, so that a
-    rolling update does not turn the old workers away while they still serve.
+    The reference of the `former` group stays as long as a ready worker matches it, so that a
+    rolling update does not refuse the old workers while they still serve.
     """
     ready = sorted(
         (m for m in members if m.state == "ready"), key=lambda member: member.ready_serial

@@ -1,15 +1,15 @@
 """The blocks of one worker in the order in which they were stored.
 
-Who holds a block is asked of the index's masks; this is only for what concerns a whole worker:
-forgetting it, comparing it with a snapshot, dropping its deepest blocks. So a change costs next to
-nothing here: hashes are joined to runs, stored ones and evicted ones, and once there are many
-evicted ones they are taken out of the stored ones at once.
+The masks of the index say who holds a block. This list serves operations on a whole worker: to
+remove it, to compare it with a snapshot, to drop its deepest blocks. A change costs little:
+stored and evicted hashes are appended to runs. Once there are many evicted hashes, they are removed
+from the stored ones at once.
 
     stored    a b c d e a f     a was evicted when 4 blocks were stored, c when 5 were
               x   x     │
                         └─ stored again after its eviction
 
-Runs of joined hashes are 16 bytes a block, and the garbage collector need not look into them.
+Runs of hashes take 16 bytes per block, and the garbage collector does not scan them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from cluster.blocks import HASH_BYTES, MAX_DEPTH, depths_of, join_hashes, split_
 
 MIN_GONE = 256
 MAX_GONE = 8192
-"""Evicted blocks are taken out once there are more of them than a quarter of those held, but than
-these at least and these at most: some milliseconds of work."""
+"""Evicted blocks are removed once they exceed a quarter of the held ones, within these bounds: some
+milliseconds of work."""
 
 MARKS = 1 << 16
-"""Places in which evicted blocks are marked, by the beginning of their hash: most others are told
-from them by that alone."""
+"""Size of a table that marks evicted blocks by the beginning of their hash, which rules out most
+others."""
 
 
 class HeldBlocks:
@@ -40,18 +40,19 @@ class HeldBlocks:
         self.count = 0
         self._runs: list[bytes] = []
         self._stored = 0  # blocks in the runs
-        self._gone: list[tuple[int, bytes]] = []  # evicted when so many were stored
+        # (blocks stored before, evicted hashes)
+        self._gone: list[tuple[int, bytes]] = []
         self._gone_blocks = 0
 
     def store(self, blocks: Collection[bytes]) -> None:
-        """These are held from now on; none of them was."""
+        """Add blocks, none of which was held."""
         if blocks:
             self.count += len(blocks)
             self._stored += len(blocks)
             self._runs.append(_join(blocks))
 
     def evict(self, blocks: Collection[bytes]) -> None:
-        """These are not held any more; each of them was."""
+        """Remove blocks, each of which was held."""
         if blocks:
             self.count -= len(blocks)
             self._gone.append((self._stored, _join(blocks)))
@@ -60,12 +61,12 @@ class HeldBlocks:
                 self._take_out()
 
     def blocks(self) -> list[bytes]:
-        """All that are held, in the order of their storing."""
+        """All held blocks in the order in which they were stored."""
         return split_hashes(self._take_out())
 
     def drop_deepest(self, count: int) -> list[bytes]:
-        """Forget the `count` blocks that are deepest in their chains, of equally deep ones those
-        stored last; returns them. What is left holds the parents of whatever it holds."""
+        """Remove and return the `count` blocks that are deepest in their chains; of equally deep
+        ones, those stored last. The rest stays prefix-closed."""
         runs = self._take_out()
         depths = depths_of(runs)
         at_depth = np.bincount(depths, minlength=MAX_DEPTH + 1)
@@ -81,13 +82,13 @@ class HeldBlocks:
         return split_hashes(hashes[gone].tobytes())
 
     def _take_out(self) -> bytes:
-        """Take the evicted ones out; returns all that are held as one run."""
+        """Remove the evicted hashes. Returns all held blocks as one run."""
         runs = b"".join(self._runs)
         if self._gone:
             evicted_at: dict[bytes, int] = {}
             for place, joined in self._gone:
                 evicted_at.update(dict.fromkeys(split_hashes(joined), place))
-            # equal beginnings are not equal hashes: the marks only tell where to look
+            # equal beginnings are not equal hashes: the marks only select what to compare
             marks = np.zeros(MARKS, dtype=np.bool_)
             marks[_beginnings(b"".join(evicted_at))] = True
             latest = evicted_at.get

@@ -1,5 +1,5 @@
-"""One client's connection: its requests as they come, their answers one after the other, and the
-bytes that the client has not received yet."""
+"""One client's connection: it parses requests, sends their responses in order, and tracks the bytes
+that the client has not received yet."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from router.http_messages import ClientGone, Handler, Request, Response, whole
 log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 65_536
-"""A request's line and headers may be so long together."""
+"""Longest request line and headers together."""
 
 FRAMING_PER_BYTE = 8
-"""Bytes of chunk framing that each byte of a body may cost beside that."""
+"""Bytes of chunk framing allowed in addition for each byte of a body."""
 
 MAX_AHEAD = 8
-"""While so many requests of a connection wait for their turn, nothing more is read from it, and its
+"""While this many requests of a connection wait for their turn, the connection is not read, and its
 end is not noticed."""
 
 LINGER_S = 2.0
-"""After an answer that did not wait for the end of its request, the rest of the request is
-discarded for this time: closing at once would make the kernel drop the answer."""
+"""After a response that was sent before its request was complete, the rest of the request is
+discarded for this time: closing at once would make the kernel drop the response."""
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class Service(NamedTuple):
-    """What requests are answered with, the same for all connections.
+    """Handles requests; shared by all connections.
 
-    admit            looks at a request when its head is there: sets `handler`, or `refusal`
-    answer           answers a complete request. Must not raise except when cancelled
-    malformed        the refusal of a request that cannot be parsed: a reason and a status
+    admit            checks a request when its headers are complete: sets `handler` or `refusal`
+    answer           responds to a complete request. Must not raise except when cancelled
+    malformed        makes the refusal of a request that cannot be parsed, of a reason and a status
     too_large        the refusal of a body over max_body_bytes
-    full             the answer to a connection that the owner does not accept
+    full             the response to a connection that the owner does not accept
     """
 
     admit: Callable[[Request], None]
@@ -56,35 +56,35 @@ class Service(NamedTuple):
 
 
 class Owner(Protocol):
-    """Keeps the connections, and is told of each change of theirs."""
+    """Tracks the connections, and is notified of their changes."""
 
     @property
     def closing(self) -> bool:
-        """Whether no more requests are answered."""
+        """Whether new requests are no longer served."""
 
     def opened(self, connection: ClientConnection) -> bool:
-        """Returns whether the connection's requests will be answered."""
+        """The connection is open. Returns whether its requests will be served."""
 
     def busy(self, connection: ClientConnection) -> None:
-        """It begins to answer."""
+        """The connection has requests to respond to."""
 
     def idle_since_now(self, connection: ClientConnection) -> None:
-        """It has answered all that has come."""
+        """The connection has responded to all its requests."""
 
     def heard(self, connection: ClientConnection) -> None:
         """`heard_at` has changed."""
 
     def lost(self, connection: ClientConnection) -> None:
-        """It has ended."""
+        """The connection has ended."""
 
 
 class ClientConnection(asyncio.Protocol):
     """One client's connection.
 
-    headers    of the request that is coming in
-    task       answers what has come, while there is anything
-    heard_at   when something last came, or was answered (`_loop.time()`): a request's beginning, a
-               whole head, bytes of a body
+    headers    headers of the request that is arriving
+    task       responds to the requests that have arrived; None while there are none
+    heard_at   time of the last progress (`_loop.time()`): a request began, its headers were
+               complete, bytes of a body arrived, or a response ended
     """
 
     def __init__(self, service: Service, owner: Owner) -> None:
@@ -97,25 +97,27 @@ class ClientConnection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
         self._url = b""
-        self._framing_bytes = 0  # of the request that is coming in: all but its body
-        self._coming: Request | None = None  # its head is there, its body not yet
-        self._body = bytearray()  # no list: thousands of small chunks would take many times as much
-        self._body_bytes = 0  # of it, kept or not
-        self._unframed = 0  # bytes of a body that the parser leaves to us
+        self._framing_bytes = 0  # of the arriving request: all but its body
+        self._coming: Request | None = None  # its headers are complete, its body is not
+        self._body = bytearray()  # a list of many small chunks would take many times as much
+        self._body_bytes = 0  # of the body, stored or discarded
+        self._unframed = 0  # bytes of a body that the parser does not handle
         self._waiting: deque[Request] = deque()
         self._may_write: asyncio.Future[None] | None = None
         self._written_bytes = 0
-        self._taken_bytes = -1  # of what was written, when it was last looked; -1: all
-        self._moved_at = 0.0  # when it was first seen that the client has taken so much
+        self._taken_bytes = (
+            -1
+        )  # written bytes that the client had received at the last check; -1: all
+        self._moved_at = 0.0  # when `_taken_bytes` last changed
         self._paused = False
         self._throws_away = False
         self._lost = False
 
-    # Called by answers
+    # Called by responses
 
     @property
     def remote(self) -> str:
-        """The client's address, "" where the system does not tell."""
+        """The client's address, "" if it is unknown."""
         peer = self.transport.get_extra_info("peername")
         return str(peer[0]) if isinstance(peer, tuple) else ""
 
@@ -127,7 +129,7 @@ class ClientConnection(asyncio.Protocol):
         self.transport.write(data)
 
     async def drained(self) -> None:
-        """Wait while the client has much to read. Raises ClientGone."""
+        """Wait while the write buffer is full. Raises ClientGone."""
         if self._may_write is not None:
             await self._may_write
         if self._lost:
@@ -136,7 +138,7 @@ class ClientConnection(asyncio.Protocol):
     # Called by the owner
 
     def stalled_s(self, now: float) -> float:
-        """How long the client is known to have received nothing of what is there for it."""
+        """Time since the client last received any of the pending bytes; 0 if none is pending."""
         unsent = self.unsent_bytes
         if not unsent:
             self._taken_bytes = -1
@@ -149,7 +151,7 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def unsent_bytes(self) -> int:
-        """Of answers, what the kernel's socket buffer has not taken yet."""
+        """Bytes of responses that are not in the kernel's socket buffer yet."""
         return self.transport.get_write_buffer_size()
 
     # Called by the event loop
@@ -193,18 +195,18 @@ class ClientConnection(asyncio.Protocol):
                 self._parser.feed_data(data)
                 data = b""
             except httptools.HttpParserUpgrade as upgrade:
-                # nobody is obliged to change protocols: answer as if nobody had asked
+                # a server may ignore an upgrade: respond as if it had not been requested
                 self._parser = httptools.HttpRequestParser(self)
                 data = data[upgrade.args[0] :]
             except httptools.HttpParserError as error:
                 if isinstance(error, httptools.HttpParserCallbackError):
-                    log.warning("a request cannot be taken: %r", error.__context__)
+                    log.warning("failed to handle a request: %r", error.__context__)
                 if not self._throws_away:
-                    self._give_up(str(error) or "it is no HTTP/1.1", 400)
+                    self._give_up(str(error) or "it is not HTTP/1.1", 400)
                 return
             self._framing_bytes -= max(0, self._body_bytes - body_bytes)
             if self._framing_bytes > MAX_HEAD_BYTES + FRAMING_PER_BYTE * self._body_bytes:
-                self._give_up(f"its head is over {MAX_HEAD_BYTES} bytes", 431)
+                self._give_up(f"its headers or chunk framing exceed {MAX_HEAD_BYTES} bytes", 431)
 
     # Called by the parser
 
@@ -232,7 +234,7 @@ class ClientConnection(asyncio.Protocol):
         try:
             path = _path(self._url)
         except httptools.HttpParserInvalidURLError:
-            self._give_up("its target is no URL", 400)
+            self._give_up("its target is not a valid URL", 400)
             return
         request = self._coming = Request(
             self,
@@ -243,12 +245,12 @@ class ClientConnection(asyncio.Protocol):
             parser.should_keep_alive(),
         )
         if request.version not in ("1.0", "1.1"):
-            self._give_up(f"it is HTTP/{request.version}", 505)
+            self._give_up(f"it is HTTP/{request.version}, not HTTP/1.1", 505)
             return
         if request.version == "1.0" and "transfer-encoding" in self.headers:
-            self._give_up("HTTP/1.0 knows no chunks", 400)  # a proxy may see no body here
+            self._give_up("HTTP/1.0 has no chunked bodies", 400)  # a proxy may see no body here
             return
-        length = int(self.headers.get("content-length", 0))  # the parser lets blanks follow it
+        length = int(self.headers.get("content-length", 0))  # the parser allows trailing spaces
         self._service.admit(request)
         if length > self._service.max_body_bytes:
             self._refuse_body()
@@ -280,7 +282,7 @@ class ClientConnection(asyncio.Protocol):
         self._enqueue(request)
 
     def _hear(self) -> None:
-        """Something came, or was answered just now."""
+        """Record progress of the connection."""
         self.heard_at = self._loop.time()
         self._owner.heard(self)
 
@@ -312,16 +314,16 @@ class ClientConnection(asyncio.Protocol):
                 if response is not None:
                     self.send(whole(response, request))
                 elif request.stream is None or not request.stream.ended:
-                    self.transport.abort()  # the client must not take it for a whole answer
+                    self.transport.abort()  # the client must not take it for a complete response
                     return
                 if self._may_write is not None:
-                    await self.drained()  # before the next one is answered
+                    await self.drained()  # before the next response
                 if not request.keeps_alive or self._owner.closing:
                     break
         except ClientGone:
             return
         except Exception:
-            log.exception("an answer cannot be sent")
+            log.exception("failed to send a response")
             self.transport.abort()
             return
         finally:
@@ -338,7 +340,7 @@ class ClientConnection(asyncio.Protocol):
             self.transport.resume_reading()
 
     def _refuse_body(self) -> None:
-        """Answer a request whose body is too long before that has come."""
+        """Refuse a request whose body is too long before the body has arrived."""
         request = self._coming
         assert request is not None
         request.refusal = request.refusal or self._service.too_large
@@ -348,7 +350,7 @@ class ClientConnection(asyncio.Protocol):
         self._enqueue(request)
 
     def _give_up(self, reason: str, status: int) -> None:
-        """The input cannot be parsed: say so after the answers under way, and close."""
+        """The input cannot be parsed: refuse it after the pending responses, and close."""
         refusal = Request(self, {}, "", "", "1.1", keeps_alive=False)
         refusal.refusal = self._service.malformed(reason, status)
         self._throws_away = True
@@ -370,10 +372,10 @@ def _path(url: bytes) -> str:
 
 
 def _in_flight_bytes(transport: asyncio.Transport) -> int:
-    """Bytes in the kernel's socket buffer that the client has not acknowledged; 0 where unknown.
+    """Bytes in the kernel's socket buffer that the client has not acknowledged; 0 if unknown.
 
-    The kernel takes more only when much of its buffer, often megabytes, is free: without this
-    count a slow reader would seem to receive nothing for minutes.
+    The kernel accepts more only when much of its buffer, often megabytes, is free. Without this
+    count, a slow reader would seem to receive nothing for minutes.
     """
     try:
         told = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))

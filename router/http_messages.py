@@ -1,4 +1,4 @@
-"""Requests of clients, and their answers as bytes of HTTP/1.1: whole, or piece by piece."""
+"""Requests of clients, and their responses as bytes of HTTP/1.1: whole or streamed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _REASONS = {status.value: status.phrase for status in HTTPStatus}
 
 
 class ClientGone(Exception):
-    """The client closed its connection while its answer was being written."""
+    """The client closed its connection while its response was being written."""
 
 
 class Connection(Protocol):
-    """The way to a client."""
+    """Sends bytes to a client."""
 
     @property
     def remote(self) -> str:
@@ -30,11 +30,11 @@ class Connection(Protocol):
         """Raises ClientGone."""
 
     async def drained(self) -> None:
-        """Wait while the client has much to read. Raises ClientGone."""
+        """Wait while the write buffer is full. Raises ClientGone."""
 
 
 class Response:
-    """A whole answer."""
+    """A whole response."""
 
     __slots__ = ("body", "headers", "status")
 
@@ -51,10 +51,10 @@ class Request:
 
     path       without the query, decoded
     headers    names in lower case; repeated ones joined by commas
-    endpoint   what answers it, for those who count; set by who finds it
-    argument   the rest of the path where an endpoint takes one
-    response_headers   for every answer to it, beside the answer's own
-    allowed    methods that the path takes, where it does not take this one
+    endpoint   name of the endpoint, for metrics; set by the router of paths
+    argument   the rest of the path, if the endpoint takes one
+    response_headers   added to every response to it
+    allowed    methods of the path, if it does not accept this one
     """
 
     __slots__ = (
@@ -99,21 +99,21 @@ class Request:
 
     @property
     def remote(self) -> str:
-        """The client's address, "" where the system does not tell."""
+        """The client's address, "" if it is unknown."""
         return self._connection.remote
 
     def begin(self, headers: Mapping[str, str]) -> Stream:
-        """Answer 200 piece by piece. The head goes out with the first piece."""
+        """Begin a streamed response with status 200. Its headers are sent with the first piece."""
         self.stream = Stream(self._connection, self, headers)
         return self.stream
 
 
 Handler = Callable[[Request], Awaitable[Response | None]]
-"""Answers a request, or has answered it with a stream."""
+"""Returns the response to a request; None if it was streamed."""
 
 
 class Stream:
-    """An answer that goes out piece by piece. Its methods raise ClientGone."""
+    """A streamed response. Its methods raise ClientGone."""
 
     __slots__ = ("_chunked", "_connection", "_head", "ended")
 
@@ -123,24 +123,24 @@ class Stream:
         self._connection = connection
         self._chunked = request.version != "1.0"
         if not self._chunked:
-            request.keeps_alive = False  # the end of the connection is the end of the answer
+            request.keeps_alive = False  # the end of the connection ends the response
         framing = "Transfer-Encoding: chunked\r\n" if self._chunked else ""
         self._head = _head(200, headers, framing, request)
         self.ended = False
 
     @property
     def started(self) -> bool:
-        """Whether anything was sent: from here on no other answer can be given."""
+        """Whether anything was sent; then no other response is possible."""
         return not self._head
 
     async def write(self, data: bytes) -> None:
-        """Send, and wait while the client has much to read already."""
+        """Send, and wait while the write buffer is full."""
         if data:
             self._send(self._framed(data))
             await self._connection.drained()
 
     def end(self, data: bytes = b"") -> None:
-        """Send the last piece and the end of the answer."""
+        """Send the last piece and the end of the response."""
         last = self._framed(data) if data else b""
         self.ended = True
         self._send(last + END if self._chunked else last)
@@ -155,7 +155,7 @@ class Stream:
 
 
 def whole(response: Response, request: Request) -> bytes:
-    """A whole answer as bytes; to HEAD without its body."""
+    """A whole response as bytes; without its body for HEAD."""
     length = f"Content-Length: {len(response.body)}\r\n"
     head = _head(response.status, response.headers, length, request)
     return head if request.method == "HEAD" else head + response.body

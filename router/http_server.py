@@ -1,9 +1,9 @@
 """HTTP/1.1 for clients: a small server on llhttp's parser (`httptools`).
 
-A handler starts when the whole body is in memory, and answers in one piece or as a stream. A client
-that leaves cancels its handler, one that reads slowly holds its answers back, and one that stops
-reading is disconnected. Requests of one connection are answered one after the other. TLS and HTTP/2
-belong to a proxy before it.
+A handler starts when the whole body is in memory, and returns a whole response or streams it. If a
+client disconnects, its handler is cancelled. If it reads slowly, its responses wait; if it stops
+reading, it is disconnected. Requests of one connection are handled in order. TLS and HTTP/2 are for
+a proxy.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from router.http_connection import ClientConnection, Service
 log = logging.getLogger(__name__)
 
 IDLE_S = 75.0
-"""Close a connection after this time in which nothing was answered, no request began, no head was
-completed and no byte of a body came: a head cannot trickle in for ever."""
+"""Close a connection after this time without progress: no response ended, no request began, no
+headers were completed and no byte of a body arrived. So headers cannot trickle in for ever."""
 
 REPLACEABLE_S = 5.0
-"""At the limit of connections, one that has been idle for this time is closed for a new one. So
-idle connections cannot exhaust the limit, and health checks get through."""
+"""At the connection limit, a connection that has been idle for this time is closed for a new one.
+So idle connections cannot exhaust the limit, and health checks get through."""
 
 MOST_LOOKED_AT = 16
-"""Connections that are considered for that, the longest idle first."""
+"""Connections that are considered for closing, the longest idle first."""
 
 MAX_TURNED_AWAY = 256
-"""Clients that get the time to read that the limit is reached; others are disconnected at once."""
+"""Connections beyond the limit that get the response `full` at a time; others are cut at once."""
 
 SWEEP_S = 5.0
 BACKLOG = 1024
 
 
 class HttpServer:
-    """Listens, and hands requests over.
+    """Listens, and passes requests to the service.
 
-    max_connections  at once; where none can be replaced, others get the answer `full`
-    write_timeout_s  disconnect a client that receives nothing of its answer for this time
-    counts           of connections that were not served to their end
-    connections      that are open, without those turned away
-    idle             connections on which nothing is being answered, in the order of `heard_at`
-    turned_away      connections without service that have not ended yet
+    max_connections  most open connections; if no idle one can be closed, new ones get `full`
+    write_timeout_s  disconnect a client that receives nothing of its response for this time
+    counts           counts of connections that were refused or cut
+    connections      open connections, without those turned away
+    idle             connections without a request to respond to, in the order of `heard_at`
+    turned_away      connections beyond the limit that have not ended yet
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class HttpServer:
         self._sweeping: asyncio.TimerHandle
 
     async def start(self, host: str, port: int, *, shared: bool = False) -> tuple[str, int]:
-        """Listen; returns the address. Raises OSError for a taken port.
+        """Listen; returns the address. Raises OSError if the port is in use.
 
         `shared`: other processes listen on the same port (SO_REUSEPORT)
         """
@@ -88,8 +88,8 @@ class HttpServer:
         self._sweeping = loop.call_later(SWEEP_S, self._sweep_on)
 
     async def stop(self, drain_s: float) -> None:
-        """Take no new requests, give answers `drain_s` to end and to be read, then cut what is
-        left."""
+        """Accept no new requests, give responses `drain_s` to end and to be read, then cut the
+        remaining connections."""
         self.closing = True
         self._listening.close()
         self._sweeping.cancel()
@@ -113,7 +113,7 @@ class HttpServer:
     # Called by connections
 
     def opened(self, connection: ClientConnection) -> bool:
-        """Returns whether the connection's requests will be answered."""
+        """Returns whether the connection's requests will be served."""
         if len(self.connections) >= self._max_connections and not self._replace_idle():
             self.counts.refused += 1
             if len(self.turned_away) >= MAX_TURNED_AWAY:
@@ -142,30 +142,30 @@ class HttpServer:
             self._last_gone.set_result(None)
 
     def sweep(self, now: float) -> None:
-        """End the connections without progress; `now` is the loop's time.
+        """Close connections without progress; `now` is the loop's time.
 
-        A stall is noticed from sweep to sweep, so call it often.
+        A stall is measured from sweep to sweep, so call it often.
         """
         for connection in list(self.connections):
             stalled_s = connection.stalled_s(now)
             if stalled_s >= self._write_timeout_s:
                 self.counts.stalled += 1
                 log.info(
-                    "disconnected a client at %s: for %.0f s it has received nothing of the %d "
-                    "bytes that wait for it",
+                    "disconnected the client %s: for %.0f s it received none of the %d bytes "
+                    "of its response that are pending",
                     connection.remote,
                     stalled_s,
                     connection.unsent_bytes,
                 )
                 connection.transport.abort()
             elif connection.task is None and connection.heard_at < now - IDLE_S:
-                connection.transport.close()  # after what is still to be sent
+                connection.transport.close()  # once pending bytes are sent
 
     def _connection(self) -> ClientConnection:
         return ClientConnection(self._service, self)
 
     def _replace_idle(self) -> bool:
-        """End an idle connection for a new one. Returns whether there was one."""
+        """Close an idle connection for a new one. Returns whether there was one."""
         latest = asyncio.get_running_loop().time() - REPLACEABLE_S
         for connection in islice(self.idle, MOST_LOOKED_AT):
             if connection.heard_at > latest:

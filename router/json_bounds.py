@@ -1,8 +1,8 @@
-"""How many values a JSON body holds, counted before it is decoded.
+"""Bounds the number of values in a JSON body before it is decoded.
 
-Decoding holds the interpreter's lock, some 0.1 to 0.4 µs a value. A body of the size that is
-admitted can hold millions of values, while no request needs more than some ten thousand of them:
-its size is that of its texts. They are counted by passes over the bytes, each of a few ms at most.
+Decoding holds the GIL for some 0.1 to 0.4 µs per value. A body of the admitted size can hold
+millions of values, but no request needs more than some ten thousand: most of its size is text. The
+values are counted by passes over the bytes, each of a few ms at most.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 from cluster.protocol import RequestError
 
 CONTAINERS_PER_MESSAGE = 6
-"""Objects and arrays: a message, its list of parts, its tool calls with a function each."""
+"""Objects and arrays of a message: itself, its list of parts, tool calls with a function each."""
 
 MAX_STRINGS = 200_000
 MAX_VALUES = 1_000_000
-"""Elements of objects and arrays; the token ids of a prompt are such."""
+"""Elements of objects and arrays, such as the token ids of a prompt."""
 
 
 def check_json_size(body: bytes, max_messages: int) -> None:
     """Refuse a body whose decoding would take too long. Raises RequestError (400)."""
     most = CONTAINERS_PER_MESSAGE * max_messages
     if len(body) <= most or _within(body, most):
-        return  # what only stands in texts is counted too, and it is little all the same
+        return  # even with the characters in texts counted, it is within the bounds
     if b"\\" in body:
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     strings = body.count(b'"') // 2

@@ -1,8 +1,8 @@
-"""Tokens and block hashes of texts that begin as earlier ones did: only what is new is computed.
+"""Caches tokens and block hashes of the beginnings of texts: only what is new is computed.
 
-A text is cut at boundaries (`router/boundaries.py`), where the tokens of its runs, one after the
-other, are those of the whole text. Each run is at least `RUN_CHARACTERS` long, and is found by
-what stands before it and its text:
+A text is cut into runs at boundaries (`router/boundaries.py`), so that the tokens of its runs, one
+after the other, are those of the whole text. Each run is at least `RUN_CHARACTERS` long. Its key is
+the run before it and its text:
 
     [<|im_start|>system … <|im_end|>] [<|im_start|>user … ] [<|im_end|> …] rest
      run, kept                         run, kept             run, kept      computed every time
@@ -18,24 +18,24 @@ from cluster.blocks import hash_blocks
 from router.boundaries import Boundaries
 
 RUN_CHARACTERS = 1_000
-"""Looking up a run takes a thirtieth of encoding and hashing so many."""
+"""Looking up a run takes a thirtieth of the time to encode and hash this many characters."""
 
 MAX_CHARACTERS = 8_000_000
-"""Of the runs kept. With tokens and hashes they take some 30 MB where four characters are a token,
-and some 250 MB at most, where each is four tokens, as emoji may be."""
+"""Most characters of cached runs. With tokens and hashes they take some 30 MB at four characters
+per token, and at most some 250 MB, at four tokens per character (such as emoji)."""
 
 RUN_OVERHEAD_CHARACTERS = 100
-"""What a run counts for besides its text."""
+"""Added to the length of each run, for its fixed size in memory."""
 
 
 class Run(NamedTuple):
-    """A run after those before it.
+    """A run at its position after other runs.
 
     packed   its tokens
-    hashes   of the blocks that end in it
-    parent   what the next block's hash continues: the last hash so far, or the root
+    hashes   hashes of the blocks that end in it
+    parent   the parent of the next block's hash: the last hash so far, or the root
     rest     packed tokens after the last full block
-    name     tells it from all others, in the keys of runs that follow it
+    name     identifies it in the keys of runs that follow it
     """
 
     packed: bytes
@@ -57,11 +57,11 @@ _Key = tuple[int | bytes, str]
 
 
 class KnownTexts:
-    """Runs of recent texts. Thread-safe.
+    """A cache of the runs of recent texts. Thread-safe.
 
-    They are kept in two generations: those used since the younger one began, and those before it,
-    which are dropped when the younger one is full. A run whose predecessor is gone is never found
-    again, and goes with its generation.
+    It has two generations: runs used since the younger one began, and older runs, which are
+    dropped when the younger generation is full. A run whose predecessor is gone is never found
+    again, and is dropped with its generation.
     """
 
     def __init__(self, max_characters: int = MAX_CHARACTERS) -> None:

@@ -1,4 +1,4 @@
-"""How a gateway asks a worker whether it lives, where Redis does not tell."""
+"""Health probes: how a gateway checks a worker directly when Redis cannot tell."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from cluster.protocol import WorkerCard
 
 ANSWER_TIMEOUT_S = 2.0
 ATTEMPTS = 3
-"""A worker that is busy may be late; one that refuses the connection is not asked again."""
+"""A busy worker may answer late; one that refuses the connection is not probed again."""
 
 
 class _HealthAnswer(msgspec.Struct):
-    """What a worker's `/health` answers."""
+    """The response of a worker's `/health`."""
 
     worker: str
     ready: bool
@@ -25,14 +25,14 @@ class _HealthAnswer(msgspec.Struct):
 class HealthProbe:
     """A `cluster.liveness.Probe`: `GET /health` of the worker.
 
-    session   the gateway's own, once it has started
+    session   returns the gateway's session, once it has started
     """
 
     def __init__(self, session: Callable[[], aiohttp.ClientSession]) -> None:
         self._session = session
 
     async def __call__(self, card: WorkerCard) -> Health:
-        """Ask, again where no answer comes in time."""
+        """Probe, and retry after a timeout."""
         for _ in range(ATTEMPTS):
             try:
                 return await self._ask(card)
@@ -40,7 +40,9 @@ class HealthProbe:
                 continue
             except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
                 return _no_answer(f"it cannot be reached: {str(error) or repr(error)}")
-        return _no_answer(f"it did not answer {ATTEMPTS} times within {ANSWER_TIMEOUT_S:g} s")
+        return _no_answer(
+            f"it did not answer {ATTEMPTS} requests within {ANSWER_TIMEOUT_S:g} s each"
+        )
 
     async def _ask(self, card: WorkerCard) -> Health:
         url = f"{card.address}/health"
@@ -48,7 +50,7 @@ class HealthProbe:
         async with self._session().get(url, timeout=timeout) as answer:
             health = msgspec.json.decode(await answer.read(), type=_HealthAnswer)
         if health.worker != card.worker:
-            return _no_answer(f"{health.worker} answers at its address")
+            return _no_answer(f"another worker, {health.worker}, answers at its address")
         return Health(answers=True, ready=health.ready, reason="")
 
 

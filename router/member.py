@@ -16,13 +16,13 @@ from router.traffic import Traffic
 
 
 class Booking(msgspec.Struct, eq=False):
-    """One request's place at one worker, from the decision until its response ends.
+    """One request in a worker's load, from the decision until its response ends.
 
-    traffic      of its model, which counts it
+    traffic      the traffic of its model, which counts it
     new_tokens   prompt tokens that the worker is expected to compute for it
     new_pairs    query-key pairs of their attention
     new_blocks   KV blocks that they will take
-    claim        of the prompt's blocks for the worker
+    claim        its claim on the prompt's blocks as coming to the worker
     """
 
     serial: int
@@ -39,12 +39,12 @@ class Member(msgspec.Struct, eq=False):
     """One worker as this router sees it.
 
     slot           its number in the arrays, -1 once it is gone
-    key            a number made of its name: the same at every gateway
-    load           as last reported
+    key            a number derived from its name: the same at every gateway
+    load           the load of its last report
     unnamed        own requests to it that no report has named as received, by request id
     routed         requests sent to it since it appeared
-    refused        why it may not serve beside the others of its model, "" where it may
-    suspect_until  when a worker that refused a connection is tried again; 0: it is none
+    refused        why it may not serve with the others of its model, "" if it may
+    suspect_until  when it stops being suspect; 0 if it is not
     ready_serial   grows with the order in which workers became ready; 0: not ready
     """
 
@@ -68,11 +68,11 @@ class Member(msgspec.Struct, eq=False):
 class ModelGroup(msgspec.Struct, frozen=True, eq=False):
     """The workers of one model that may serve now.
 
-    reference        card of the one that became ready first; the others must match it
-    context_tokens   longest prompt + output that every one of them can hold
-    slots, mask      the usable ones, as sorted numbers and as a bit mask
-    run              the slots as a slice, where they are one
-    columns          of the slots where they are a run: views that change with the fleet
+    reference        card of the worker that became ready first; the others must match it
+    context_tokens   longest prompt + output that each of them can hold
+    slots, mask      their slots, as sorted numbers and as a bit mask
+    run              the slots as a slice if they are consecutive
+    columns          the columns of `run`: views that change with the fleet
     traffic          this router's own requests to the model
     """
 
@@ -93,7 +93,7 @@ def member_of(card: WorkerCard, slot: int) -> Member:
 
 
 def idle_load(card: WorkerCard) -> Load:
-    """Load of a worker that has not reported yet."""
+    """The load of a worker that has not reported yet."""
     return Load(free_blocks=card.capacity_blocks)
 
 
@@ -128,12 +128,12 @@ def booked_of(member: Member) -> tuple[int, int, int, int, int]:
 
 
 def context_tokens(card: WorkerCard) -> int:
-    """Longest prompt + output that the worker can hold: bounded by its model and its pool."""
+    """Longest prompt + output that the worker can hold, bounded by its model and its KV pool."""
     return min(card.context_tokens, card.capacity_blocks * card.namespace.block_size)
 
 
 def difference(card: WorkerCard, reference: WorkerCard) -> str:
-    """Why `card` may not serve beside `reference`, in words; "" where it may."""
+    """Why `card` may not serve with `reference`, in words; "" if it may."""
     if card.namespace == reference.namespace and card.namespace_check == reference.namespace_check:
         return ""
     parts = [
@@ -143,6 +143,6 @@ def difference(card: WorkerCard, reference: WorkerCard) -> str:
         if getattr(card.namespace, name) != getattr(reference.namespace, name)
     ] or ["another pool secret"]
     return (
-        f"its blocks cannot be shared with those of {reference.worker}, which was ready first: "
+        f"its blocks are not compatible with those of {reference.worker}, which was ready first: "
         f"{', '.join(parts)}"
     )

@@ -1,6 +1,6 @@
 """The metrics of a gateway: their definitions, and how they are read at a scrape.
 
-Each number is read from the object that owns it, so it cannot drift from the truth.
+Each number is read from the object that owns it, so it cannot drift.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class Metrics:
         self._gauges: dict[MetricDefinition, Callable[[], Samples]] = {}
 
     def expose(self, gauge: MetricDefinition, read: Callable[[], Samples]) -> None:
-        """Show what `read` returns at each scrape, for a number whose owner is made later."""
+        """Export what `read` returns at each scrape, for a number whose owner is created later."""
         self._gauges[gauge] = read
 
     def text(self) -> bytes:

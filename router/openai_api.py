@@ -1,7 +1,7 @@
-"""The OpenAI API as it is spoken here: request bodies in, one typed request out.
+"""The OpenAI API: parses request bodies into one typed request.
 
-Fields that would change the answer and cannot be served are refused with a message that says what
-to change (`router/unserved.py`). Fields that are not known are named in a response header.
+Unsupported fields that would change the response are refused with a message that says what to
+change (`router/unserved.py`). Unknown fields are named in a response header.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Kind = Literal["chat", "completion"]
 
 
 class ContentPart(msgspec.Struct):
-    """One part of a message's content; only `text` can be served."""
+    """One part of a message's content; only `text` is supported."""
 
     type: str
     text: str | None = None
@@ -44,14 +44,14 @@ class Message(msgspec.Struct):
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream tells beside its text."""
+    """What a stream contains besides its text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class CommonBody(msgspec.Struct, kw_only=True):
-    """Fields that both kinds of request serve; `router/unserved.py` lists the others."""
+    """Fields that both kinds of request support; `router/unserved.py` lists the others."""
 
     model: str
     stream: bool | None = None
@@ -86,16 +86,16 @@ class CompletionBody(CommonBody, kw_only=True):
 
 
 class ApiRequest(NamedTuple):
-    """A request that was understood. Exactly one of messages, text and token_ids is set.
+    """A parsed request. Exactly one of messages, text and token_ids is set.
 
-    messages         of a chat, contents as plain strings, as a chat template takes them
+    messages         of a chat, with contents as plain strings, for the chat template
     text, token_ids  the prompt of a completion
-    tools            given to the chat template; None for none
+    tools            for the chat template; None for none
     template_fields  further variables for the chat template
-    max_tokens       None where the request sets no limit
-    request_type     the client's own word for the kind of work: a hint for the workers' caches
-    body_bytes       size of the body that was parsed, a measure of the work that is still to do
-    ignored_fields   names of fields of the body that are neither served nor refused
+    max_tokens       None if the request sets no limit
+    request_type     the client's name for the kind of work: a hint for the workers' caches
+    body_bytes       size of the parsed body, a measure of the work that remains
+    ignored_fields   names of fields of the body that are neither supported nor refused
     """
 
     kind: Kind
@@ -117,12 +117,12 @@ class ApiRequest(NamedTuple):
 
     @property
     def turn(self) -> int:
-        """Which turn of its conversation a chat asks for, 1 for the first; 0 for a completion."""
+        """The turn of the conversation that a chat asks for, from 1; 0 for a completion."""
         return sum(message["role"] == "user" for message in self.messages or [])
 
 
 def parse_chat(body: bytes, max_messages: int = DEFAULT_MAX_MESSAGES) -> ApiRequest:
-    """Understand the body of a chat request. Raises RequestError (400)."""
+    """Parse the body of a chat request. Raises RequestError (400)."""
     check_json_size(body, max_messages)
     parsed = _decode(body, ChatBody)
     ignored = refuse_unserved(_fields(body), ChatBody)
@@ -155,7 +155,7 @@ def parse_chat(body: bytes, max_messages: int = DEFAULT_MAX_MESSAGES) -> ApiRequ
 
 
 def parse_completion(body: bytes, max_messages: int = DEFAULT_MAX_MESSAGES) -> ApiRequest:
-    """Understand the body of a completion request. Raises RequestError (400).
+    """Parse the body of a completion request. Raises RequestError (400).
 
     `max_messages` bounds the JSON values of the body, as in a chat.
     """
@@ -176,7 +176,7 @@ def parse_completion(body: bytes, max_messages: int = DEFAULT_MAX_MESSAGES) -> A
     token_ids = [token for token in prompt if isinstance(token, int)]
     if not token_ids or len(token_ids) != len(prompt):
         raise RequestError(
-            f"`prompt` holds {len(prompt)} prompts: send one prompt a request, as a string or as "
+            f"`prompt` holds {len(prompt)} prompts: send one prompt per request, as a string or as "
             "a list of token ids",
             param="prompt",
         )
@@ -184,13 +184,13 @@ def parse_completion(body: bytes, max_messages: int = DEFAULT_MAX_MESSAGES) -> A
 
 
 class _Kinds(msgspec.Struct):
-    """What tells a chat from a completion."""
+    """The field that distinguishes a chat from a completion."""
 
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 def parse_either(body: bytes, max_messages: int = DEFAULT_MAX_MESSAGES) -> ApiRequest:
-    """Understand a chat (it has `messages`) or a completion. Raises RequestError (400)."""
+    """Parse a chat (it has `messages`) or a completion. Raises RequestError (400)."""
     is_chat = _decode(body, _Kinds).messages is not msgspec.UNSET
     return (parse_chat if is_chat else parse_completion)(body, max_messages)
 
@@ -214,12 +214,12 @@ def _decode(body: bytes, kind: type[_Body]) -> _Body:
 
 
 def _fields(body: bytes) -> dict[str, msgspec.Raw]:
-    """The fields of a body that was decoded before, not decoded."""
+    """The raw fields of a body that has been decoded before."""
     return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
 
 
 def _wrong_type(reason: str) -> RequestError:
-    """msgspec says "Expected `int`, got `str` - at `$.n`": turn it into a field and a sentence."""
+    """Turn msgspec's "Expected `int`, got `str` - at `$.n`" into a field and a sentence."""
     what, _, place = reason.partition(" - at `$")
     missing = re.fullmatch(r"Object missing required field `(\w+)`", what)
     param = place.rstrip("`").lstrip(".")
@@ -245,7 +245,7 @@ def _common(body: CommonBody, kind: Kind, max_tokens: int | None) -> ApiRequest:
         raise RequestError("`stop` holds an empty string: leave it out", param="stop")
     if body.n is not None and body.n != 1:
         raise RequestError(
-            f"`n` is {body.n}: only 1 answer a request can be served; send it several times",
+            f"`n` is {body.n}: only 1 choice per request is supported; send more requests",
             param="n",
         )
     if body.max_tokens is not None:
@@ -258,7 +258,7 @@ def _common(body: CommonBody, kind: Kind, max_tokens: int | None) -> ApiRequest:
     top_p = 1.0 if body.top_p is None else body.top_p
     if not 0.0 <= top_p <= 1.0:
         raise RequestError(f"`top_p` is {top_p:g}: it must be between 0 and 1", param="top_p")
-    if top_p == 0.0:  # only the most probable token is left
+    if top_p == 0.0:  # greedy: only the most probable token remains
         temperature, top_p = 0.0, 1.0
     if body.top_k is not None:
         _at_least("top_k", body.top_k, -1)
@@ -313,7 +313,7 @@ def _at_least(field: str, value: int, least: int) -> None:
 
 
 def _plain(place: int, message: Message) -> dict[str, Any]:
-    """A message as a chat template takes it: text parts joined by line breaks."""
+    """A message for a chat template: text parts are joined by line breaks."""
     content = message.content
     if isinstance(content, list):
         texts = []
@@ -333,7 +333,7 @@ def _plain(place: int, message: Message) -> dict[str, Any]:
         raise RequestError(f"`{param}` is missing: send a string", param=param)
     plain: dict[str, Any] = {"role": message.role, "content": content or ""}
     reasoning = message.reasoning_content or message.reasoning
-    if reasoning is not None:  # templates read it by either name
+    if reasoning is not None:  # templates read either name
         plain["reasoning_content"] = plain["reasoning"] = reasoning
     if message.name is not None:
         plain["name"] = message.name
@@ -345,9 +345,9 @@ def _plain(place: int, message: Message) -> dict[str, Any]:
 
 
 def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call whose arguments are an object, as chat templates expect it.
+    """A tool call whose arguments are an object, as chat templates expect.
 
-    The API sends them as a string of JSON. A string that is no JSON, which a model may have
+    The API sends them as a JSON string. A string that is not valid JSON, which a model may have
     produced, stays a string.
     """
     function = call.get("function")

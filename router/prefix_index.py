@@ -1,24 +1,25 @@
 """Which worker holds which block: block hash -> bit mask of worker slots.
 
-The sets that workers publish are prefix-closed (who holds `h[i]` holds `h[0..i-1]`), so the
-depth of every worker in a chain is found by divide and conquer: one probe in the middle of a
+The sets that workers publish are prefix-closed (a worker that holds `h[i]` holds `h[0..i-1]`), so
+the depth of every worker in a chain is found by divide and conquer: one probe in the middle of a
 range splits the workers into those that go deeper and those that do not.
 
     chain   h[0] h[1] … h[mid] … h[n-1]
                         │
             holders ────┴──▶ search (mid, n]      others ──▶ search [0, mid]
 
-Where many workers part, a common beginning ends: mostly where it ended for the last prompts
-with the same first block. These places are probed before the middle. Beyond the deepest of them
-a conversation begins, and its few holders are looked for first where they ended last time.
+Many workers end at the same depth where a common prefix ends, mostly where it ended for earlier
+prompts with the same first block. Beyond the deepest of these depths a conversation begins, and its
+few holders mostly end where they ended last time, or later. So two blocks per remembered depth, the
+last one held and the first one not held, are probed first; only what lies between them is searched.
 
-The masks lie in 256 dictionaries, by the first byte of the hash. A dictionary that grows moves
-all its entries at once: one of ten million would hold up the event loop for a second, one of
-80,000 does for some milliseconds.
+The masks are in 256 dictionaries, by the first byte of the hash. A dictionary that grows moves all
+its entries at once: ten million entries would block the event loop for a second, 80,000 block it
+for some milliseconds.
 
 The index is bounded. Beyond `max_pairs` (block, worker) pairs it drops the deepest blocks of the
-worker that has most: the beginnings of all prefixes stay known. A hit is then taken for shorter
-than it is, never for longer.
+worker with the most blocks, so the beginnings of all prefixes stay known. Hits are then
+underestimated, never overestimated.
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ from router.bitmask import FEW, Spread
 from router.held_blocks import HeldBlocks
 
 MAX_PAIRS = 20_000_000
-"""Some 1.8 GB at most: 90 bytes a pair."""
+"""Some 1.8 GB at most: 90 bytes per pair."""
 
 SPARE = 64
-"""Where the index is full, this part of a worker's share is dropped at once: it looks through all
-of a worker's blocks for the deepest."""
+"""When the index is full, at least 1/SPARE of a worker's share is dropped at once, because each
+drop scans all of its blocks for the deepest."""
 
 SHARDS = 256
 
 MAX_PARTINGS = 4
-"""Places where workers parted that are remembered for one block where a range begins."""
+"""Most depths remembered for one block where a shared prefix or a conversation begins."""
 
 MAX_BEGINNINGS = 16_384
-"""Blocks for which they are."""
+"""Most blocks with remembered depths."""
 
 
 class IndexCheckError(AssertionError):
-    """The two sides of the index disagree. Its text says where."""
+    """The two sides of the index disagree; the message says where."""
 
 
 class PrefixIndex:
-    """Blocks by worker slot. All changes are idempotent; `replace` and `drop` forget exactly.
+    """Blocks by worker slot. All changes are idempotent.
 
     A slot is a small non-negative number that the caller assigns to a worker and may reuse
     after `drop`.
@@ -67,13 +68,14 @@ class PrefixIndex:
         self._held: dict[int, HeldBlocks] = {}
         self._dropped: dict[int, int] = {}
         self._pairs = 0
-        # first block of a chain -> places around the depths at which many workers parted, and
-        # block where the deepest of them ends -> those where the few that go on ended last time
+        # indices to probe first, descending, `d` and `d - 1` per remembered depth `d`: by the first
+        # block of a chain, depths where many workers end; by the block at the deepest of these,
+        # those where the few others ended
         self._places: dict[bytes, tuple[int, ...]] = {}
         self._spread = Spread()
 
     def __len__(self) -> int:
-        """Number of different blocks that any slot holds."""
+        """Number of distinct blocks that any slot holds."""
         return sum(map(len, self._shards))
 
     @property
@@ -82,21 +84,21 @@ class PrefixIndex:
         return self._pairs
 
     def store(self, slot: int, hashes: Iterable[bytes]) -> None:
-        """The worker in `slot` holds `hashes` from now on: parents before what continues them."""
+        """Add `hashes` to the blocks of `slot`: parents before their children."""
         held = self._held.get(slot)
         if held is None:
             held = self._held[slot] = HeldBlocks()
         shards = self._shards
         new: list[bytes] = []
         append = new.append
-        bit = 1 << slot  # this one object serves all of these blocks that nobody else holds
+        bit = 1 << slot  # one shared object for all of these blocks that no other slot holds
         seen = seen_with_bit = 0
         for block in hashes:
             shard = shards[block[0]]
             before = shard.get(block)
             if before is None:
                 shard[block] = bit
-            elif before is seen:  # blocks of one chain mostly have the very same holders
+            elif before is seen:  # blocks of one chain mostly have the same holders
                 shard[block] = seen_with_bit
             elif before & bit:
                 continue
@@ -110,7 +112,7 @@ class PrefixIndex:
             self._shrink()
 
     def evict(self, slot: int, hashes: Collection[bytes]) -> None:
-        """The worker in `slot` does not hold `hashes` any more; unknown ones are no error."""
+        """Remove `hashes` from the blocks of `slot`; unknown ones are ignored."""
         unknown = self._clear(hashes, slot)
         known = (Counter(hashes) - Counter(unknown)).keys() if unknown else hashes
         held = self._held.get(slot)
@@ -122,14 +124,14 @@ class PrefixIndex:
             self._dropped[slot] = max(0, dropped - len(unknown))
 
     def replace(self, slot: int, hashes: Iterable[bytes]) -> None:
-        """The worker in `slot` holds exactly `hashes`."""
+        """Set the blocks of `slot` to exactly `hashes`."""
         wanted = dict.fromkeys(hashes)
         self._dropped.pop(slot, None)
         self.evict(slot, [block for block in self._blocks(slot) if block not in wanted])
         self.store(slot, wanted)
 
     def drop(self, slot: int) -> None:
-        """Forget `slot`, which may then be given to another worker."""
+        """Remove all blocks of `slot`, which may then be assigned to another worker."""
         blocks = self._blocks(slot)
         self._clear(blocks, slot)
         self._pairs -= len(blocks)
@@ -154,23 +156,23 @@ class PrefixIndex:
         return 0 if held is None else held.count
 
     def dropped(self, slot: int) -> int:
-        """Blocks that the worker in `slot` holds but that were dropped for want of room."""
+        """Blocks that the worker in `slot` holds but that the full index has dropped."""
         return self._dropped.get(slot, 0)
 
     @property
     def dropped_pairs(self) -> int:
-        """Blocks of all workers that were dropped for want of room."""
+        """Blocks of all workers that the full index has dropped."""
         return sum(self._dropped.values())
 
     @property
     def problem(self) -> str:
-        """In words, what the index leaves out; "" where it is whole."""
+        """What the index leaves out, in words; "" if it is complete."""
         dropped = self.dropped_pairs
         if not dropped:
             return ""
         return (
-            f"{dropped} cached blocks are left out because {self.max_pairs} are indexed already: "
-            "long prefixes are taken for shorter than they are; raise gateway.index_max_pairs"
+            f"the prefix index is full and leaves out {dropped} cached blocks, so hits of long "
+            f"prefixes are underestimated: raise gateway.index_max_pairs ({self.max_pairs})"
         )
 
     def depths(
@@ -181,25 +183,24 @@ class PrefixIndex:
         limit: int | None = None,
         unit: int = 1,
     ) -> NDArray[np.int64]:
-        """Leading blocks of `chain` that each slot of the mask `slots` holds: `[size]`, where a
-        block counts as `unit`.
+        """Leading blocks of `chain` that each slot of the mask `slots` holds, times `unit`:
+        `[size]`.
 
-        Slots outside the mask get 0. With a `limit`, only so many blocks of the chain are looked
-        at. Cost: about `log2(len(chain))` probes for each different depth.
+        Slots outside the mask get 0. With a `limit`, only so many blocks of the chain are
+        considered. Cost: about `log2(len(chain))` probes for each distinct depth.
 
         Contract: the depth `d` of a slot is a boundary of what it holds: `d` is 0 or
-        `chain[d-1]` is held, and `d` is the chain's length or `chain[d]` is not held. In a
-        prefix-closed set there is one boundary, the contiguous prefix. In a set that is not
-        closed the search may end at a boundary behind a hole; it never claims more than the
-        deepest block that is held.
+        `chain[d-1]` is held, and `d` is the chain's length or `chain[d]` is not held. A
+        prefix-closed set has one boundary, the contiguous prefix. In a set that is not
+        prefix-closed the search may end at a boundary behind a gap, but never beyond the deepest
+        block that is held.
         """
         return self._spread.array(self.ends(chain, slots, limit), size, unit)
 
     def ends(
         self, chain: Sequence[bytes], slots: int, limit: int | None = None
     ) -> list[tuple[int, int]]:
-        """`depths` as (depth, slots that end there), the deepest first; those with 0 are left
-        out."""
+        """`depths` as (depth, slots that end there), the deepest first, without depth 0."""
         length = len(chain) if limit is None else limit
         if not slots or not length:
             return []
@@ -259,7 +260,7 @@ class PrefixIndex:
             ends.append((low, mask))
 
     def check(self) -> None:
-        """Raise where masks and sets disagree, with figures."""
+        """Raise IndexCheckError, with figures, if masks and sets disagree."""
         rebuilt: dict[bytes, int] = {}
         for slot, held in self._held.items():
             blocks = held.blocks()
@@ -294,8 +295,8 @@ class PrefixIndex:
         shared: Sequence[int],
         ends: Sequence[tuple[int, int]],
     ) -> None:
-        """Keep the places around the `ends` of a chain: those of many slots, beside the depths
-        `shared`, under its first block; those of few under the block with which few go on."""
+        """Remember the `ends` of a chain: those of many slots, with the depths `shared`, under its
+        first block; those of few slots under the block after which only few go on."""
         depths = list(shared)
         for depth, mask in ends:
             if mask.bit_count() > FEW and depth not in depths:
@@ -316,12 +317,12 @@ class PrefixIndex:
         )
 
     def _blocks(self, slot: int) -> list[bytes]:
-        """All blocks of `slot` in the order of their storing."""
+        """All blocks of `slot` in the order in which they were stored."""
         held = self._held.get(slot)
         return [] if held is None else held.blocks()
 
     def _clear(self, blocks: Iterable[bytes], slot: int) -> list[bytes]:
-        """Take `slot` out of the masks of `blocks`; returns those that it does not hold."""
+        """Remove `slot` from the masks of `blocks`; returns those that it does not hold."""
         shards, bit = self._shards, 1 << slot
         unknown: list[bytes] = []
         for block in blocks:
@@ -337,8 +338,8 @@ class PrefixIndex:
         return unknown
 
     def _shrink(self) -> None:
-        """Drop down to `max_pairs`: the deepest of the slot that has most, down to its even share,
-        and some more, so that the next reports find room."""
+        """Drop pairs down to `max_pairs`: the deepest blocks of the largest slot, down to its even
+        share, and some more to make room for the next reports."""
         share = self.max_pairs // len(self._held)
         while self._pairs > self.max_pairs:
             slot = max(self._held, key=lambda each: self._held[each].count)

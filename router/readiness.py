@@ -1,8 +1,9 @@
-"""Whether a gateway can serve requests, whether by prefix, and in words why not.
+"""Whether a gateway can serve requests, and by prefix, with the reasons in words if not.
 
-A gateway that cannot read Redis is unready: another may be well. What every gateway sees alike
-while requests are still answered leaves it ready, and is named in `degraded`: workers that cannot
-serve, workers that do not report or do not publish what they cache, a Redis that takes no writes.
+A gateway that cannot read Redis is not ready, as another gateway may be. Problems that all gateways
+share, while requests are still answered, leave it ready and are named in `degraded`: workers that
+cannot serve, workers that do not report or do not publish what they cache, a Redis that accepts no
+writes.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from router.fleet import Fleet
 from router.member import Member
 
 NAMED = 3
-"""Workers named in one reason; the others are counted."""
+"""Most workers named in one reason; the others are counted."""
 
 
 class IndexView(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the prefix index can be trusted, with the reason in words where not."""
+    """Whether the prefix index may be out of date, with the reason in words."""
 
     stale: bool
     reason: str
 
 
 class ReadyView(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of `/ready`.
+    """Response of `/ready`.
 
-    reasons    why the gateway is not ready; empty where it is
-    degraded   what is not as it should be although requests are answered
+    reasons    why the gateway is not ready; empty if it is
+    degraded   problems although requests are answered
     """
 
     ready: bool
@@ -41,7 +42,7 @@ class ReadyView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def disagreeing(fleet: Fleet, status: BusStatus) -> dict[str, str]:
-    """Workers whose reports do not agree with the index however often it is read -> why."""
+    """Worker -> why its reports disagree with the index although its whole set was read."""
     members = {member.card.worker: member for member in fleet.members()}
     return {
         worker: _disagreement(fleet, members[worker], reads)
@@ -53,14 +54,16 @@ def disagreeing(fleet: Fleet, status: BusStatus) -> dict[str, str]:
 def _disagreement(fleet: Fleet, member: Member, reads: int) -> str:
     cached = member.load.cached_blocks
     known = fleet.index.count(member.slot) + fleet.index.dropped(member.slot)
-    what = f"it says that it caches {cached} blocks, but has published {known}"
+    what = f"it reports {cached} cached blocks, but has published {known}"
     if cached == known:
-        what = "it says that its cold tiers hold other numbers of blocks than it has published"
-    return f"{what}; its whole set was read {reads} times: hits expected there are not those it has"
+        what = "its reports state other numbers of blocks in cold tiers than it has published"
+    return (
+        f"{what}, although its whole set was read {reads} times: predicted hits there may be wrong"
+    )
 
 
 def index_view(fleet: Fleet, status: BusStatus) -> IndexView:
-    """Judge the index by how following goes and by what the workers say."""
+    """The state of the index, from the follower's status and the workers' reports."""
     if status.stale:
         return IndexView(stale=True, reason=status.reason)
     apart = [f"{worker}: {why}" for worker, why in disagreeing(fleet, status).items()]
@@ -71,7 +74,7 @@ def index_view(fleet: Fleet, status: BusStatus) -> IndexView:
 
 
 def readiness(pool: str, fleet: Fleet, status: BusStatus) -> ReadyView:
-    """Judge by the fleet and by how following the bus goes."""
+    """The response of `/ready`, from the fleet and the follower's status."""
     members = fleet.members()
     refused = {**status.refused, **fleet.refused()}
     reasons = []
@@ -110,7 +113,7 @@ def _degraded(members: list[Member], usable: int, index: IndexView, status: BusS
         ages = [f"{w} {status.report_ages_s.get(w, 0.0):.1f} s ago" for w in kept[:NAMED]]
         more = [f"and {len(kept) - NAMED} more"] if len(kept) > NAMED else []
         told.append(
-            "workers answer, but their reports do not arrive; last reports: "
+            "workers answer directly, but their reports do not arrive; last reports: "
             + ", ".join(ages + more)
         )
     if status.warning:

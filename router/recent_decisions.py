@@ -1,8 +1,8 @@
-"""The latest decisions whose requests asked to be explained (`x-stemroute-explain: 1`).
+"""Stores the latest decisions on requests that ask for it (`x-stemroute-explain: 1`).
 
-A decision is written down when it is taken, before it is booked: what it saw changes with the
-fleet right after. Of many workers only those that matter are written, so that a table has a bound.
-Requests that do not ask cost one look into a dictionary.
+A decision is recorded before it is booked, because the fleet that it saw changes right after. Of
+many workers, only the relevant ones are recorded, so that a table is bounded. Other requests cost
+one dictionary look-up.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from router.policies import Candidates, Decision
 from router.tokenization import Prompt
 
 MOST_DECISIONS = 4096
-"""Of requests that have ended; those of others are kept as well. Some 300 bytes a worker each."""
+"""Most decisions of ended requests; those in flight come on top. Some 300 bytes per worker each."""
 
 MOST_WORKERS = 16
-"""In a table: the chosen one, the one that holds most, then the cheapest; and as many left out."""
+"""Most candidates in a table: the chosen one, the largest hit, then the cheapest; and as many
+workers that are left out."""
 
 
 class RecentDecisions:
-    """By request id, as JSON of `router.explaining.Explanation`.
+    """Decisions by request id, as JSON of `router.explaining.Explanation`.
 
-    most     decisions of ended requests that are kept
-    wanted   request id -> kind ("chat", "completion"), of those that go on and asked for it
+    most     most decisions of ended requests
+    wanted   request id -> kind ("chat", "completion") of requests in flight that asked for it
     """
 
     def __init__(self, most: int = MOST_DECISIONS) -> None:
@@ -44,11 +45,11 @@ class RecentDecisions:
         return len(self._kept)
 
     def want(self, request_id: str, kind: str) -> None:
-        """Keep what will be decided on the request. The caller tells when it has `ended`."""
+        """Record the decisions on the request until the caller calls `ended`."""
         self.wanted[request_id] = kind
 
     def ended(self, request_id: str) -> None:
-        """The request is over: its decision stays until so many others have ended."""
+        """The request is over: its decision stays until `most` others have ended."""
         if self.wanted.pop(request_id, None) is None or request_id not in self._kept:
             return
         self._ended.append(request_id)
@@ -56,7 +57,7 @@ class RecentDecisions:
             del self._kept[self._ended.popleft()]
 
     def find(self, request_id: str) -> bytes | None:
-        """The latest decision on the request, None where none is kept."""
+        """The latest decision on the request; None if none is stored."""
         return self._kept.get(request_id)
 
     def keep(
@@ -70,9 +71,9 @@ class RecentDecisions:
         decision: Decision,
         tried: Collection[str],
     ) -> None:
-        """Write a decision on a wanted request down, before it is booked.
+        """Record a decision on a wanted request before it is booked.
 
-        `group` are the workers of the model, of which `candidates` may leave some out; `tried`
+        `group` has the workers of the model, `candidates` those of them that may serve, `tried`
         those that the request was sent to before.
         """
         out = _others(group.slots.tolist(), candidates.columns.slots.tolist())
@@ -106,7 +107,7 @@ def _others(everybody: list[int], some: list[int]) -> list[int]:
 
 
 def _shown(candidates: Candidates, decision: Decision) -> tuple[Candidates, Decision]:
-    """The candidates that are worth a row, and the decision among them."""
+    """The candidates that get a row, and the decision among them."""
     count = len(candidates.hit_tokens)
     if count <= MOST_WORKERS:
         return candidates, decision

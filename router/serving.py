@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Serving:
-    """Serves requests with the parts that the gateway has assembled."""
+    """Serves requests with the components of the gateway."""
 
     def __init__(
         self,
@@ -54,13 +54,13 @@ class Serving:
         self._metrics = metrics
 
     async def serve(self, client: Request, asked: ApiRequest, arrived: float) -> Response | None:
-        """Answer `client`: returns a whole answer; None where a stream was the answer.
+        """Serve the request of `client`. Returns a whole response; None if it was streamed.
 
         arrived   `time.perf_counter()` when the request arrived
 
-        Another worker is tried as long as nothing was sent to the client. Raises RequestError and
-        ClientGone. When the client leaves, the server cancels this call: the request then leaves
-        the queue, or its worker.
+        Failed attempts are retried at other workers as long as nothing was sent to the client.
+        Raises RequestError and ClientGone. If the client disconnects, the server cancels this call,
+        which removes the request from the queue or cancels it at its worker.
         """
         model, request_id = asked.model, secrets.token_hex(16)
         if asked.ignored_fields:
@@ -72,19 +72,19 @@ class Serving:
         tried: list[str] = []
         with self._admission.ticket(model, request_id) as ticket:
             while len(tried) < self._settings.attempts:
-                # workers that may serve
+                # find the workers that may serve
                 group = self._fleet.group(model)
                 if group is None or group.reference is None or not group.mask:
                     if tried:
-                        break  # a repeated attempt waits for nothing
+                        break  # a retry does not wait
                     await _told(ticket.wait_for_worker)
                     continue
-                # the prompt as they know it: not hashed yet, or for workers that have been replaced
+                # the prompt is not hashed yet, or for workers that have been replaced
                 if prompt is None or prompt.namespace != group.reference.namespace:
                     prompt = await self._tokenise(asked, group)
                     continue
                 generate = self._to_worker(asked, request_id, prompt, group.context_tokens)
-                # one of them
+                # choose one of them
                 if tried:
                     placement = ticket.move(prompt, tried)
                     if placement is None:
@@ -92,8 +92,8 @@ class Serving:
                 else:
                     placement = await _told(partial(ticket.place, prompt))
                     if placement is None:
-                        continue  # while it waited they have gone, or have been replaced
-                # its answer
+                        continue  # while it waited, the workers left or were replaced
+                # attempt the request there
                 began = partial(self._began, placement, generate, arrived)
                 outcome = await self._forwarder.attempt(client, generate, placement, began)
                 if isinstance(outcome, Answered):
@@ -119,7 +119,7 @@ class Serving:
         return self._dispatcher.explain(asked.model, asked.kind, prompt)
 
     async def _tokenise(self, asked: ApiRequest, group: ModelGroup) -> Prompt:
-        """The prompt as the workers of `group` know it; at least one of them is ready."""
+        """The prompt, tokenised and hashed for the workers of `group`, one of which is ready."""
         namespace = self._fleet.at(int(group.slots[0])).card.namespace
         encoder = self._tokenization.known_encoder(namespace)
         if encoder is None:
@@ -130,7 +130,7 @@ class Serving:
     def _to_worker(
         self, asked: ApiRequest, request_id: str, prompt: Prompt, context_tokens: int
     ) -> GenerateRequest:
-        """What a worker is sent. Raises RequestError (400) where the context is too short."""
+        """The body for a worker. Raises RequestError (400) if the context is too short."""
         room = context_tokens - prompt.tokens
         if room < 1:
             raise context_too_short(asked, TooManyTokens(prompt.tokens, exact=True), context_tokens)
@@ -152,7 +152,7 @@ class Serving:
     def _began(
         self, placement: Placement, generate: GenerateRequest, arrived: float, hit_tokens: int
     ) -> None:
-        """The first byte of an answer is there: the prefill is done."""
+        """The first byte of a response has arrived: the prefill is done."""
         self._metrics.answers.note(
             first_byte_s=time.perf_counter() - arrived,
             prompt=len(generate.token_ids) // 4,
@@ -164,7 +164,7 @@ class Serving:
 
 
 async def _told(ask: Callable[[Tell], None]) -> Placement | None:
-    """Wait until `ask` tells. Raises the RequestError that it tells."""
+    """Wait until `ask` calls its callback. Raises the RequestError that it passes."""
     waiting: asyncio.Future[Told] = asyncio.get_running_loop().create_future()
 
     def tell(told: Told) -> None:

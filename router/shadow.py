@@ -1,14 +1,14 @@
 """Shadow policies: what other policies would have done with the live traffic.
 
-A policy that scatters a prefix finds it everywhere only because another one gathered it. So a
-shadow does not judge the real caches: every shadow keeps its own picture of every worker's cache
-(LRU, as many blocks as the worker has) and of its own load: prefill to do, requests, blocks that
-these take. Both follow its own choices, and so does which workers are full.
-The choices that were really made are replayed by the same rules as the arm `live`: shadows
-compare with that, not with the workers' own figures, which also count the blocks of answers.
+The real caches are the result of the live policy's choices, so they say nothing about another
+policy. Therefore each shadow models every worker's cache (LRU, as many blocks as the worker has)
+and load: pending prefill, requests, and the blocks that these take. Both follow the shadow's own
+choices, and so does which workers are full. The arm `live` replays the real choices with the same
+model. Compare shadows with it, not with the workers' own figures, which include the blocks of
+outputs.
 
-What a shadow takes from reality: which workers may serve, their size and measured speed, when a
-request's first byte came (its prefill is done), when it ended, and how long requests stay.
+A shadow takes from reality: which workers may serve, their size and measured speed, when the first
+byte of a response arrived (its prefill is done), when it ended, and how long requests stay.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from router.policies import Candidates, Policy, PolicyError, only_with_room, par
 from router.prefix_index import PrefixIndex
 
 MAX_BLOCKS = 200_000
-"""Blocks in all pictures of one shadow at most (about 300 bytes each); more workers than that
-has room for get smaller pictures."""
+"""Most blocks in the cache models of one shadow (about 300 bytes each). If the workers have more in
+total, each model is smaller than its worker's cache."""
 
 LIVE = "live"
-"""Name of the arm that replays the choices that were made."""
+"""Name of the arm that replays the real choices."""
 
 
 class ShadowView(msgspec.Struct, frozen=True, kw_only=True):
     """What one arm would have done since the start.
 
-    agreed            requests that it would have sent where they went
-    hit_tokens        prompt tokens that it would have reused
+    agreed            requests that it would have sent to the same worker
+    hit_tokens        prompt tokens that would have been reused
     computed_tokens   worker -> prompt tokens that it would have computed
-    requests_to       worker -> requests that it would have got
+    requests_to       worker -> requests that it would have received
     imbalance         most computed tokens of a worker / mean over all workers seen
     """
 
@@ -84,7 +84,7 @@ def shadow_view(
 
 
 def sum_of_views(views: Sequence[ShadowView]) -> ShadowView:
-    """What one policy would have done at several gateways: at least one view."""
+    """Merge the views of one policy at several gateways, at least one."""
     computed, requests_to = Tally[str](), Tally[str]()
     for view in views:
         computed.update(view.computed_tokens)
@@ -101,9 +101,9 @@ def sum_of_views(views: Sequence[ShadowView]) -> ShadowView:
 
 
 class _Placed(NamedTuple):
-    """A request at a ghost: the blocks that it takes, and what is still to compute for it.
+    """A request at a modelled worker: the blocks that it takes, and its pending prefill.
 
-    own_blocks   blocks of its prompt beyond the full ones of `claim`, which nobody can share
+    own_blocks   blocks of its prompt beyond the full ones of `claim`, which cannot be shared
     """
 
     claim: Claim
@@ -113,14 +113,14 @@ class _Placed(NamedTuple):
 
 
 class _Ghost(msgspec.Struct, eq=False):
-    """One worker in one epoch, as an arm imagines it.
+    """An arm's model of one worker in one epoch.
 
-    cached        its blocks, the longest unused first; parents are newer than their children, so
-                  that what is left stays prefix-closed
-    unfinished    requests there, of which come the numbers
-    computing     those whose prefill is not done, with so many pending tokens and pairs
-    claimed       full blocks of all of them; what they share counts once
-    own_blocks    the others
+    cached        its blocks, least recently used first; parents are newer than their children, so
+                  that the set stays prefix-closed when old blocks are dropped
+    unfinished    its requests; the other numbers are sums over them
+    computing     requests whose prefill is not done; they have the pending tokens and pairs
+    claimed       full blocks of all requests; shared ones count once
+    own_blocks    other blocks of all requests
     """
 
     worker: str
@@ -141,8 +141,8 @@ class _Ghost(msgspec.Struct, eq=False):
     def place(
         self, request_id: str, chain: Sequence[bytes], own: int, hit: int, prompt: int
     ) -> None:
-        """A request of `prompt` tokens, `hit` of them cached, is sent there. Its blocks are those
-        of `chain` and `own` more."""
+        """Add a request of `prompt` tokens, `hit` of them cached, with the blocks of `chain` and
+        `own` more."""
         pending, pairs = prompt - hit, prefill_pairs(hit, prompt)
         claim = self.claimed.claim(0, chain, 0.0)
         self.unfinished[request_id] = _Placed(claim, own, pending, pairs)
@@ -152,7 +152,7 @@ class _Ghost(msgspec.Struct, eq=False):
         self.pending_pairs += pairs
 
     def began(self, request_id: str) -> None:
-        """Its prefill is done."""
+        """The prefill of the request is done."""
         placed = self.unfinished[request_id]
         if placed.pending_tokens:
             self.computing -= 1
@@ -161,7 +161,7 @@ class _Ghost(msgspec.Struct, eq=False):
             self.unfinished[request_id] = placed._replace(pending_tokens=0, pending_pairs=0)
 
     def ended(self, request_id: str) -> None:
-        """It is gone."""
+        """The request has ended."""
         self.began(request_id)
         placed = self.unfinished.pop(request_id)
         self.own_blocks -= placed.own_blocks
@@ -169,7 +169,7 @@ class _Ghost(msgspec.Struct, eq=False):
         self.claimed.expire(0.0)
 
     def check(self) -> None:
-        """Raise AssertionError where the sums are not those of the unfinished requests."""
+        """Raise AssertionError if the sums do not match the unfinished requests."""
         there = self.unfinished.values()
         sums = (
             sum(placed.pending_tokens > 0 for placed in there),
@@ -184,7 +184,7 @@ class _Ghost(msgspec.Struct, eq=False):
 
 
 class Arm:
-    """One policy with its own pictures. `policy` None replays what was chosen."""
+    """One policy with its own models of the workers. `policy` None replays the real choices."""
 
     def __init__(self, name: str, policy: Policy | None, rng: random.Random) -> None:
         self.name = name
@@ -199,8 +199,8 @@ class Arm:
         self._requests_to: dict[str, int] = {}
 
     def observe(self, fleet: Fleet, request_id: str, candidates: Candidates, sent_to: int) -> None:
-        """A request was sent to slot `sent_to` of `candidates`: do with it what this arm would."""
-        self.ended(request_id)  # an unfinished one with the same id: the later counts
+        """A request was sent to slot `sent_to` of `candidates`: place it as this arm would."""
+        self.ended(request_id)  # another request with the same id: the later one counts
         slots: list[int] = candidates.columns.slots.tolist()
         ghosts = [self._ghost(fleet, slot) for slot in slots]
         mine = self._as_seen(candidates, slots, ghosts)
@@ -236,7 +236,7 @@ class Arm:
             ghost.ended(request_id)
 
     def view(self) -> ShadowView:
-        """What it would have done so far."""
+        """What the arm would have done so far."""
         return shadow_view(
             self.name,
             requests=self._requests,
@@ -248,7 +248,7 @@ class Arm:
         )
 
     def check(self) -> None:
-        """Raise AssertionError where pictures and index disagree."""
+        """Raise AssertionError if the models and the index disagree."""
         self._index.check()
         for slot, ghost in self._ghosts.items():
             if self._index.blocks_of(slot) != ghost.cached.keys():
@@ -264,9 +264,9 @@ class Arm:
         return ghost
 
     def _choice(self, policy: Policy, mine: Candidates) -> int:
-        """The slot that the policy chooses among those with room in this arm's pictures.
+        """The slot that the policy chooses among those with room in this arm's models.
 
-        The request has been placed and cannot wait: where all are full, all are asked.
+        The real request was placed, so it cannot wait here: if all are full, all are candidates.
         """
         able = only_with_room(mine, holds_back=False)
         if able is None:
@@ -276,7 +276,7 @@ class Arm:
     def _as_seen(
         self, candidates: Candidates, slots: Sequence[int], ghosts: Sequence[_Ghost]
     ) -> Candidates:
-        """The candidates with this arm's hits and load in place of the real ones."""
+        """The candidates with this arm's hits and load instead of the real ones."""
         block_size = candidates.block_size
         reusable = candidates.chain[: (candidates.prompt_tokens - 1) // block_size]
         mask = sum(1 << slot for slot in slots)
@@ -338,30 +338,30 @@ class Shadows:
             self.arms = [Arm(LIVE, None, rng), *(Arm(p.name, p, rng) for p in policies)]
 
     def observe(self, fleet: Fleet, request_id: str, candidates: Candidates, sent_to: int) -> None:
-        """A request was sent to slot `sent_to`, one of `candidates`: all that may serve it, the
-        full ones too."""
+        """A request was sent to slot `sent_to` of `candidates`: all workers that may serve it,
+        including full ones."""
         for arm in self.arms:
             arm.observe(fleet, request_id, candidates, sent_to)
 
     def began(self, request_id: str) -> None:
-        """The request's first byte came."""
+        """The first byte of the response has arrived."""
         for arm in self.arms:
             arm.began(request_id)
 
     def ended(self, request_id: str) -> None:
-        """The request ended or failed; harmless for unknown ones."""
+        """The request ended or failed; unknown requests are ignored."""
         for arm in self.arms:
             arm.ended(request_id)
 
     def views(self) -> list[ShadowView]:
-        """What every arm would have done, `live` first."""
+        """The view of every arm, `live` first."""
         return [arm.view() for arm in self.arms]
 
 
 def parse_shadows(text: str) -> list[Policy]:
-    """The policies of "round_robin,dynamo:overlap_weight=1.0,kv=2". Raises PolicyError.
+    """Parse policies such as "round_robin,dynamo:overlap_weight=1.0,kv=2". Raises PolicyError.
 
-    A part that is a parameter (`name=value` without a policy) belongs to the policy before it.
+    A part of the form `name=value`, without a policy, is a parameter of the policy before it.
     """
     names: list[str] = []
     for part in (piece.strip() for piece in text.split(",")):
@@ -378,5 +378,5 @@ def _unique(names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise PolicyError(f"the shadow policy {name!r} is named twice")
+            raise PolicyError(f"the shadow policy {name!r} is given twice")
         seen.add(name)

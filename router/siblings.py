@@ -1,7 +1,7 @@
-"""The processes of one gateway: each answers the others on a Unix socket of its own.
+"""The processes of one gateway: each listens to the others on its own Unix socket.
 
-A client's request reaches one process (`SO_REUSEPORT`). What concerns all of them that process
-asks from the others, over sockets in a directory that only the gateway's user can enter.
+A client's request reaches one process (`SO_REUSEPORT`). For requests that concern all processes, it
+asks the others over sockets in a directory that only the gateway's user can enter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ANSWER_TIMEOUT_S = 5.0
 
 
 class SiblingAnswer(NamedTuple):
-    """What the process `number` answers."""
+    """The response of the process `number`."""
 
     number: int
     status: int
@@ -29,8 +29,8 @@ class SiblingAnswer(NamedTuple):
 class Siblings:
     """This process among those of its gateway, and a client of the others.
 
-    directory   of the sockets
-    number      of this process, from 0 to `count` - 1
+    directory   directory of the sockets
+    number      number of this process, from 0 to `count` - 1
     """
 
     def __init__(self, directory: Path, number: int, count: int) -> None:
@@ -52,7 +52,7 @@ class Siblings:
         body: bytes = b"",
         timeout_s: float = ANSWER_TIMEOUT_S,
     ) -> SiblingAnswer:
-        """Ask one other process. Raises RequestError (503) where it does not answer."""
+        """Ask one other process. Raises RequestError (503) if it does not respond."""
         if number not in self._sessions:
             connector = aiohttp.UnixConnector(str(self.directory / str(number)))
             self._sessions[number] = aiohttp.ClientSession(connector=connector)
@@ -64,7 +64,7 @@ class Siblings:
                 return SiblingAnswer(number, answer.status, await answer.read())
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise RequestError(
-                f"process {number} of this gateway does not answer: {error or 'it takes too long'}",
+                f"process {number} of this gateway does not answer: {error or 'timeout'}",
                 status=503,
                 type="server_error",
                 code="process_unreachable",
@@ -73,7 +73,7 @@ class Siblings:
     async def ask_all(
         self, method: str, path: str, body: bytes = b"", timeout_s: float = ANSWER_TIMEOUT_S
     ) -> list[SiblingAnswer]:
-        """Ask every other process at once. Raises RequestError (503) where one does not answer."""
+        """Ask all other processes at once. Raises RequestError (503) if one does not respond."""
         others = [number for number in range(self.count) if number != self.number]
         return await asyncio.gather(
             *(self.ask(number, method, path, body, timeout_s) for number in others)

@@ -1,4 +1,4 @@
-"""Subscriptions to something that happens, without saying what."""
+"""Subscriptions to an event without arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Signal:
         self._listeners: tuple[Callable[[], object], ...] = ()
 
     def subscribe(self, listener: Callable[[], object]) -> Callable[[], None]:
-        """Call `listener` each time from now on. Returns a function that ends the subscription."""
+        """Call `listener` at each event. Returns a function that ends the subscription."""
         self._listeners = (*self._listeners, listener)
 
         def unsubscribe() -> None:
@@ -23,6 +23,6 @@ class Signal:
         return unsubscribe
 
     def send(self) -> None:
-        """It happened."""
+        """Call the listeners."""
         for listener in self._listeners:
             listener()

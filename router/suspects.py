@@ -1,4 +1,4 @@
-"""Workers that refused a connection: left out until their next report, or until time is up."""
+"""Suspects: workers that refused a connection, until their next report or until a time limit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from router.member import Member
 
 
 class Suspects:
-    """A suspect's `suspect_until` is set; whoever is trusted has 0 there."""
+    """The suspects of a fleet. A member's `suspect_until` is 0 if it is not a suspect."""
 
     def __init__(self, for_s: float) -> None:
         self._for_s = for_s
@@ -18,18 +18,18 @@ class Suspects:
         self._members.add(member)
 
     def trust(self, member: Member) -> None:
-        """It is none any more, or never was one."""
+        """The worker is not a suspect any more. Idempotent."""
         member.suspect_until = 0.0
         self._members.discard(member)
 
     def due(self, now: float) -> list[Member]:
-        """Those whose time is up. They stay suspects until they are trusted."""
+        """Suspects whose time is up. They stay suspects until `trust`."""
         if not self._members:
             return []
         return [member for member in self._members if member.suspect_until <= now]
 
     def next_return_s(self, now: float) -> float | None:
-        """Seconds until the time of one is up; None where there is none."""
+        """Seconds until the time of the first suspect is up; None if there is none."""
         if not self._members:
             return None
         return max(0.0, min(member.suspect_until for member in self._members) - now)

@@ -1,4 +1,4 @@
-"""How few tokens a text can have, from its size alone."""
+"""A lower bound of the tokens of a text, from its size alone."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from router.boundaries import AddedToken
 
 
 class TokenBound(NamedTuple):
-    """Bounds tokens from below.
+    """A lower bound of the tokens of texts.
 
-    bytes_per_token   the most bytes of a text, in UTF-8, that one token stands for
-    dropped           byte values that the tokenizer may leave out, as its vocabulary lacks them
+    bytes_per_token   the most bytes of a text (UTF-8) that one token represents
+    dropped           byte values that the tokenizer may drop, as they are not in its vocabulary
     """
 
     bytes_per_token: int
     dropped: bytes
 
     def fewest_tokens(self, text: str, enough: int) -> int:
-        """A number of tokens that `text`, which is valid Unicode, has at least; 0 where that
-        cannot exceed `enough`."""
+        """The fewest tokens that `text` (valid Unicode) can have; 0 if that cannot exceed
+        `enough`."""
         if 4 * len(text) <= enough * self.bytes_per_token:
             return 0
         data = text.encode()
@@ -30,7 +30,7 @@ class TokenBound(NamedTuple):
 
 
 class _Step(msgspec.Struct):
-    """A normalizer or pre-tokenizer of a tokenizer.json, with what matters here."""
+    """The relevant fields of a normalizer or pre-tokenizer of a tokenizer.json."""
 
     type: str
     normalizers: list[_Step] = []
@@ -58,13 +58,13 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def token_bound(tokenizer_json: str, vocabulary: dict[str, int]) -> TokenBound | None:
-    """The bound that a tokenizer sets; None where it sets none, or where that is unknown.
+    """The bound for a tokenizer; None if there is none or it is unknown.
 
     tokenizer_json   contents of a tokenizer.json
-    vocabulary       of its model
+    vocabulary       vocabulary of its model
 
-    Every byte must end in some token. There is no bound where a tokenizer joins what it does not
-    know, removes characters, or lets an added token take the white space around it.
+    Every byte must end in some token. There is no bound if a tokenizer merges unknown characters,
+    removes characters, or lets an added token absorb the white space around it.
     """
     tree = msgspec.json.decode(tokenizer_json, type=_TokenizerFile)
     added = tree.added_tokens or []
@@ -90,11 +90,11 @@ def token_bound(tokenizer_json: str, vocabulary: dict[str, int]) -> TokenBound |
 
 
 def _most_shrinking(normalizers: list[_Step]) -> int | None:
-    """How many bytes of a text may become one; None where that has no bound."""
+    """How many bytes of a text may become one byte; None if unbounded."""
     most = 1
     for step in normalizers:
         if step.type == "NFC":
-            most *= 3  # Unicode Standard Annex 15: UTF-8 grows threefold at most when decomposed
+            most *= 3  # Unicode Standard Annex 15: decomposition at most triples UTF-8
         elif step.type == "Replace":
             pattern = step.pattern.get("String")
             if not pattern or len(pattern.encode()) > len(step.content.encode()):

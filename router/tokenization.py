@@ -1,10 +1,10 @@
 """Text to tokens to block hashes, with the tokenizer and chat template of a worker.
 
-The gateway holds no model files: it fetches `ModelInfo` from any ready worker of the model, so
-what it hashes is what the workers cache.
+The gateway has no model files. It fetches `ModelInfo` from any ready worker of the model, so its
+hashes are those that the workers cache.
 
-Every prompt is rendered whole. Where its text begins as an earlier one did, that much is neither
-encoded nor hashed again (`router/known_texts.py`).
+Every prompt is rendered whole. A beginning that equals the beginning of an earlier text is not
+encoded and hashed again (`router/known_texts.py`).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from router.known_texts import KnownTexts
 from router.openai_api import ApiRequest
 
 AT_ONCE_BYTES = 65_536
-"""Larger bodies are rendered, encoded and hashed in a thread. So many take some 3 ms, and 20 ms
-where every character is a token, for which all streams wait; a thread costs 0.1 ms."""
+"""Larger bodies are rendered, encoded and hashed in a thread. This size blocks the event loop for
+some 3 ms, or 20 ms if every character is a token; a thread costs 0.1 ms."""
 
 KEPT_ENCODERS = 8
 KEPT_ROOTS = 10_000
 
 
 class Prompt(NamedTuple):
-    """A prompt as workers know it.
+    """A tokenised and hashed prompt.
 
-    token_ids   packed, 4 bytes a token
+    token_ids   packed, 4 bytes per token
     chain       hashes of its full blocks
-    namespace   of the model when it was hashed, without the request's own fields
+    namespace   namespace of the model when it was hashed, without the request's own fields
     """
 
     token_ids: bytes
@@ -69,14 +69,14 @@ class Encoder:
         if info.add_bos:
             bos = self.text_encoder.token_id(info.special_tokens.get("bos_token", ""))
             if bos is None:
-                raise ValueError("the model wants a bos token but its tokenizer has none")
+                raise ValueError("the model requires a bos token but its tokenizer has none")
             self.bos = pack_tokens([bos])
         self._template = _template(info.chat_template, info)
         self._tool_template = _template(info.tool_chat_template, info) or self._template
 
     def render(self, request: ApiRequest) -> str:
-        """The text of a chat. Raises RequestError (400) where the template refuses it, or would
-        ignore the request's tools."""
+        """The text of a chat. Raises RequestError (400) if the template refuses it, or would ignore
+        the request's tools."""
         template = self._tool_template if request.tools else self._template
         if template is None:
             raise RequestError(
@@ -92,13 +92,13 @@ class Encoder:
             )
         try:
             return template.render(request.messages or [], request.tools, request.template_fields)
-        except Exception as error:  # whatever a template does with a client's messages
+        except Exception as error:  # a template may raise anything for a client's messages
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
 
     def encode(self, text: str, *, bos: bool) -> bytes:
-        """Packed tokens of a text; with `bos`, after the bos token where the model wants one.
+        """Packed tokens of a text; with `bos`, after the bos token if the model requires one.
 
         Raises RequestError (400) for a text with an unpaired surrogate.
         """
@@ -117,11 +117,11 @@ class Encoder:
 
 
 class Tokenization:
-    """Prompts of requests, tokenised and hashed; encoders and recent hashes are kept.
+    """Tokenises and hashes prompts; caches encoders and recent hashes.
 
     fetch        gets `ModelInfo` from the worker of a card; raises OSError or ValueError
-    secret       of the pool, goes into every hash
-    background   runs what takes long
+    secret       pool secret, which goes into every hash
+    background   runs long work in threads
     """
 
     def __init__(
@@ -139,14 +139,14 @@ class Tokenization:
         self._texts = KnownTexts()
 
     def encoder_infos(self) -> list[EncoderInfo]:
-        """Which library encodes for each tokenizer that was fetched."""
+        """The library that encodes for each fetched tokenizer."""
         return [
             encoder.text_encoder.info(digest, encoder.info.model)
             for digest, encoder in self._encoders.items()
         ]
 
     def known_encoder(self, namespace: Namespace) -> Encoder | None:
-        """The encoder for workers of this namespace, where it was fetched already."""
+        """The encoder for workers of this namespace; None if it was not fetched yet."""
         encoder = self._encoders.get(namespace.tokenizer)
         if encoder is not None:
             self._encoders.move_to_end(namespace.tokenizer)
@@ -155,8 +155,8 @@ class Tokenization:
     async def encoder(self, cards: Sequence[WorkerCard]) -> Encoder:
         """The encoder for workers that share one namespace.
 
-        Asks one worker after the other. Raises RequestError (503) where none answers with the
-        model that its card names.
+        Asks one worker after the other. Raises RequestError (503) if none returns the model of
+        its card.
         """
         digest = cards[0].namespace.tokenizer
         if digest not in self._encoders:
@@ -174,8 +174,8 @@ class Tokenization:
     ) -> Prompt:
         """Tokens and hashes of a request.
 
-        Raises RequestError (400), also where the prompt leaves no room for an answer in a context
-        of `context_tokens`.
+        Raises RequestError (400), also if the prompt leaves no room for output in a context of
+        `context_tokens`.
         """
         root = self._root(namespace, request.cache_salt)
 
@@ -195,7 +195,7 @@ class Tokenization:
     def _compute(
         self, request: ApiRequest, encoder: Encoder, root: bytes, block_size: int, most: int
     ) -> tuple[bytes, list[bytes]]:
-        """Packed tokens and hashes. Raises TooManyTokens where there are more than `most`."""
+        """Packed tokens and hashes. Raises TooManyTokens for more than `most` tokens."""
         ids = request.token_ids
         if ids is not None:
             encoder.check_ids(ids)
@@ -234,12 +234,12 @@ class Tokenization:
             try:
                 info = await self._fetch(card)
                 if info.namespace != card.namespace:
-                    raise ValueError("it serves another model than its card says")
+                    raise ValueError("its tokenizer or model does not match its card")
                 return await asyncio.to_thread(Encoder, info)
             except Exception as error:  # tokenizers raises plain Exception
                 reasons.append(f"{card.worker}: {error or type(error).__name__}")
         raise RequestError(
-            "the tokenizer of the model cannot be had from any worker: " + "; ".join(reasons),
+            "no worker returned the tokenizer of the model: " + "; ".join(reasons),
             status=503,
             type=SERVICE_UNAVAILABLE,
             code="no_tokenizer",
@@ -253,11 +253,11 @@ def _template(source: str, info: ModelInfo) -> ChatTemplate | None:
 def context_too_short(
     request: ApiRequest, prompt: TooManyTokens, context_tokens: int
 ) -> RequestError:
-    """The refusal (400) of a prompt that leaves no room for an answer."""
+    """The refusal (400) of a prompt that leaves no room for output."""
     tokens = f"{prompt.tokens}" if prompt.exact else f"at least {prompt.tokens}"
     return RequestError(
         f"the context of `{request.model}` is {context_tokens} tokens, but the prompt has "
-        f"{tokens} and the answer needs at least 1: shorten the prompt",
+        f"{tokens} and the output needs at least 1: shorten the prompt",
         param="prompt" if request.messages is None else "messages",
         code="context_length_exceeded",
     )

@@ -1,8 +1,8 @@
-"""Fields of OpenAI's, vLLM's and SGLang's servers that are not served here.
+"""Fields of OpenAI's, vLLM's and SGLang's servers that are not supported here.
 
-`UNSERVED` lists those that would change an answer: which of their values change nothing, and what
-a client is told about the others. `NO_EFFECT` lists those that never change an answer. Every other
-field is unknown, and is named in the response.
+`UNSERVED` lists those that would change a response: which of their values change nothing, and the
+advice to a client that sends another value. `NO_EFFECT` lists those that never change a response.
+Every other field is unknown, and is named in the response.
 
 Sources: OpenAI's API reference (chat completions, completions), vLLM's `ChatCompletionRequest` and
 `CompletionRequest`, SGLang's protocol of the same names.
@@ -20,7 +20,7 @@ from cluster.protocol import RequestError
 
 
 class Unserved(NamedTuple):
-    """`harmless` says of a value that it changes nothing; `advice` follows a refusal."""
+    """`harmless` tells whether a value changes nothing; `advice` is part of the refusal."""
 
     harmless: Callable[[Any], bool]
     advice: str
@@ -40,7 +40,7 @@ _LEAVE_OUT = "leave it out"
 _NEVER = _is()
 _EMPTY = _is({}, [], "")
 UNSERVED: dict[str, Unserved] = {
-    "best_of": Unserved(_is_number(1), "only one answer is drawn: leave it out or set it to 1"),
+    "best_of": Unserved(_is_number(1), "only one choice is generated: leave it out or set it to 1"),
     "logprobs": Unserved(_is(False), "log probabilities are not returned: leave it out"),
     "top_logprobs": Unserved(_is_number(0), "log probabilities are not returned: leave it out"),
     "prompt_logprobs": Unserved(_is_number(0), "log probabilities are not returned: leave it out"),
@@ -56,36 +56,40 @@ UNSERVED: dict[str, Unserved] = {
     "use_beam_search": Unserved(_is(False), _LEAVE_OUT),
     "response_format": Unserved(
         lambda value: isinstance(value, dict) and value.get("type") == "text",
-        'answers are free text: leave it out or set it to {"type": "text"}',
+        'output is free text: leave it out or set it to {"type": "text"}',
     ),
     "guided_json": Unserved(_is(), _LEAVE_OUT),
     "guided_regex": Unserved(_is(), _LEAVE_OUT),
     "guided_choice": Unserved(_is(), _LEAVE_OUT),
     "guided_grammar": Unserved(_is(), _LEAVE_OUT),
     "structured_outputs": Unserved(_is(), _LEAVE_OUT),
-    "functions": Unserved(_is([]), "it is outdated: send `tools` instead"),
-    "function_call": Unserved(_is("none", "auto"), "it cannot be forced: leave it out"),
-    "modalities": Unserved(_is(["text"], []), 'only text is answered: set it to ["text"]'),
-    "audio": Unserved(_is(), "only text is answered: leave it out"),
+    "functions": Unserved(_is([]), "it is deprecated: send `tools` instead"),
+    "function_call": Unserved(_is("none", "auto"), "a call cannot be forced: leave it out"),
+    "modalities": Unserved(_is(["text"], []), 'only text is generated: set it to ["text"]'),
+    "audio": Unserved(_is(), "only text is generated: leave it out"),
     "chat_template": Unserved(_is(), "the model's own chat template is used: leave it out"),
     "continue_final_message": Unserved(_is(False), "send a completion request instead"),
-    "echo": Unserved(_is(False), "the prompt is not sent back: leave it out"),
-    "suffix": Unserved(_is(""), "text is only generated at the end: leave it out"),
+    "echo": Unserved(_is(False), "the prompt is not echoed: leave it out"),
+    "suffix": Unserved(_is(""), "text is only generated after the prompt: leave it out"),
     "truncate_prompt_tokens": Unserved(_NEVER, "prompts are not truncated: shorten the prompt"),
-    "add_generation_prompt": Unserved(_is(True), "it is always on: leave it out"),
-    "include_stop_str_in_output": Unserved(_is(False), "stop strings are never returned"),
-    "skip_special_tokens": Unserved(_is(True), "special tokens are never returned"),
-    "spaces_between_special_tokens": Unserved(_is(True), "special tokens are never returned"),
-    "add_special_tokens": Unserved(
-        _NEVER, "chats take them from the chat template, completions from the tokenizer"
+    "add_generation_prompt": Unserved(_is(True), "it is always true: leave it out"),
+    "include_stop_str_in_output": Unserved(
+        _is(False), "stop strings are never returned: leave it out"
     ),
-    "length_penalty": Unserved(_is_number(1), "it belongs to beam search, which is not served"),
-    "early_stopping": Unserved(_is(False), "it belongs to beam search, which is not served"),
+    "skip_special_tokens": Unserved(_is(True), "special tokens are never returned: leave it out"),
+    "spaces_between_special_tokens": Unserved(
+        _is(True), "special tokens are never returned: leave it out"
+    ),
+    "add_special_tokens": Unserved(
+        _NEVER, "the chat template or the tokenizer adds them: leave it out"
+    ),
+    "length_penalty": Unserved(_is_number(1), "beam search is not supported: leave it out"),
+    "early_stopping": Unserved(_is(False), "beam search is not supported: leave it out"),
     "return_token_ids": Unserved(_is(False), "token ids are not returned: leave it out"),
-    "return_tokens_as_token_ids": Unserved(_is(False), "token ids are not returned"),
+    "return_tokens_as_token_ids": Unserved(_is(False), "token ids are not returned: leave it out"),
     "logits_processors": Unserved(_EMPTY, _LEAVE_OUT),
     "thinking_token_budget": Unserved(_NEVER, "set `max_tokens` instead"),
-    "documents": Unserved(_EMPTY, "put the documents into the messages"),
+    "documents": Unserved(_EMPTY, "put the documents into `messages`"),
     "prompt_embeds": Unserved(_NEVER, "send text or token ids"),
     "lora_path": Unserved(_EMPTY, "adapters are not served: leave it out"),
     "session_params": Unserved(_EMPTY, "send the whole prompt"),
@@ -94,27 +98,31 @@ UNSERVED: dict[str, Unserved] = {
     "json_schema": Unserved(_NEVER, _LEAVE_OUT),
     "structural_tag": Unserved(_NEVER, _LEAVE_OUT),
     "guided_whitespace_pattern": Unserved(_NEVER, _LEAVE_OUT),
-    "no_stop_trim": Unserved(_is(False), "stop strings are never returned"),
-    "stop_regex": Unserved(_EMPTY, "`stop` takes strings"),
+    "no_stop_trim": Unserved(_is(False), "stop strings are never returned: leave it out"),
+    "stop_regex": Unserved(_EMPTY, "leave it out; `stop` takes strings"),
     "custom_logit_processor": Unserved(_EMPTY, _LEAVE_OUT),
     "custom_params": Unserved(_EMPTY, _LEAVE_OUT),
     "return_hidden_states": Unserved(_is(False), _LEAVE_OUT),
     "input_ids": Unserved(_EMPTY, "send token ids as `prompt` of a completion"),
     "reasoning_effort": Unserved(
-        _NEVER, "pass what the chat template takes in `chat_template_kwargs`"
+        _NEVER, "pass the chat template's variables in `chat_template_kwargs`"
     ),
-    "thinking": Unserved(_NEVER, "pass what the chat template takes in `chat_template_kwargs`"),
-    "separate_reasoning": Unserved(_is(False), "reasoning is part of the text: leave it out"),
-    "include_reasoning": Unserved(_is(True), "reasoning is part of the text: leave it out"),
+    "thinking": Unserved(_NEVER, "pass the chat template's variables in `chat_template_kwargs`"),
+    "separate_reasoning": Unserved(
+        _is(False), "reasoning is returned as part of the text: leave it out"
+    ),
+    "include_reasoning": Unserved(
+        _is(True), "reasoning is returned as part of the text: leave it out"
+    ),
     "verbosity": Unserved(_is("medium"), _LEAVE_OUT),
-    "web_search_options": Unserved(_NEVER, "the gateway calls no tools itself: leave it out"),
+    "web_search_options": Unserved(_NEVER, "the gateway does not call tools itself: leave it out"),
     "mm_processor_kwargs": Unserved(_EMPTY, "only text is served: leave it out"),
     "media_io_kwargs": Unserved(_EMPTY, "only text is served: leave it out"),
     "kv_transfer_params": Unserved(_EMPTY, _LEAVE_OUT),
     "vllm_xargs": Unserved(_EMPTY, _LEAVE_OUT),
     "repetition_detection": Unserved(_NEVER, _LEAVE_OUT),
 }
-"""Fields that would change an answer."""
+"""Fields that would change a response."""
 
 NO_EFFECT = frozenset(
     {
@@ -124,7 +132,7 @@ NO_EFFECT = frozenset(
         *("enable_response_messages", "return_prompt_token_ids", "cache_report"),
     }
 )
-"""Fields that change no answer: labels, hints, and choices between equal results."""
+"""Fields that change no response: labels, hints, and choices between equal results."""
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_NAMES = 16
@@ -133,10 +141,10 @@ MAX_NAMES = 16
 def refuse_unserved(
     fields: Mapping[str, msgspec.Raw], served: type[msgspec.Struct]
 ) -> tuple[str, ...]:
-    """Names of the unknown ones among a body's fields, at most `MAX_NAMES`.
+    """Names of a body's unknown fields, at most `MAX_NAMES`.
 
-    Names that are not plain words are left out, because the result goes into a response header.
-    Raises RequestError (400) for a field that would change the answer.
+    Names that are not plain words are omitted, because the result goes into a response header.
+    Raises RequestError (400) for a field that would change the response.
     """
     known = served.__struct_fields__
     others = [name for name in fields if name not in known and name not in NO_EFFECT]

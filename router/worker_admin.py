@@ -1,4 +1,4 @@
-"""`/admin/cache` and `/admin/weights`: what concerns workers one by one, asked of each of them."""
+"""`/admin/cache` and `/admin/weights`: calls to every worker."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from router.member import Member
 
 STATS_TIMEOUT_S = 5.0
 WEIGHTS_TIMEOUT_S = 3600.0
-"""For one worker to drain and to load: large models come from slow disks."""
+"""Time for one worker to drain and load weights: large models on slow disks take long."""
 
 
 class CacheAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of `GET /admin/cache`. `silent` maps a worker to the reason why it told nothing."""
+    """Response of `GET /admin/cache`. `silent` maps a worker to why its view is missing."""
 
     workers: list[CacheView]
     silent: dict[str, str]
@@ -47,7 +47,7 @@ class WeightsAnswer(msgspec.Struct, frozen=True):
 
 
 class WorkerAdmin:
-    """Handlers; the session belongs to the gateway and shows workers the pool's token."""
+    """Handlers. The session belongs to the gateway and sends the pool token to workers."""
 
     def __init__(self, fleet: Fleet, session: aiohttp.ClientSession) -> None:
         self._fleet = fleet
@@ -55,14 +55,14 @@ class WorkerAdmin:
         self._changing = asyncio.Lock()
 
     def routes(self) -> list[Route]:
-        """What to serve."""
+        """The routes."""
         return [
             Route("GET", "/admin/cache", self.get_cache),
             Route("POST", "/admin/weights", self.change_weights),
         ]
 
     async def get_cache(self, request: Request) -> Response:
-        """Every worker's view of its cache."""
+        """The cache view of every worker."""
         members = [m for m in self._fleet.members() if m.state in ("ready", "draining")]
         answers = await asyncio.gather(*(self._view_of(member) for member in members))
         return json_response(
@@ -77,10 +77,10 @@ class WorkerAdmin:
         )
 
     async def change_weights(self, request: Request) -> Response:
-        """Change one worker after the other, so that the others go on serving meanwhile.
+        """Change one worker after the other, while the others go on serving.
 
-        Ends at the first that refuses or fails; those before it have the new weights then, which
-        the message says.
+        Stops at the first worker that refuses or fails. The error names the workers that have the
+        new weights by then.
         """
         change = admin_body(request.body, WeightsChange, '{"model": "PATH"}', "model")
         members = [
@@ -90,13 +90,15 @@ class WorkerAdmin:
         ]
         if not members:
             raise RequestError(
-                f"no worker {change.worker or 'at all'} is ready",
+                f"the worker {change.worker} is not ready"
+                if change.worker
+                else "no worker is ready",
                 status=503,
                 type=SERVICE_UNAVAILABLE,
                 code="no_worker",
             )
         if self._changing.locked():
-            raise RequestError("weights are being changed already", status=409)
+            raise RequestError("another change of weights is running", status=409)
         changed: list[ChangedWorker] = []
         async with self._changing:
             for member in members:
@@ -113,7 +115,7 @@ class WorkerAdmin:
                     return f"status {answer.status}"
                 return msgspec.json.decode(body, type=CacheView)
         except TimeoutError:
-            return f"no answer within {STATS_TIMEOUT_S:g} s"
+            return f"no response within {STATS_TIMEOUT_S:g} s"
         except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
             return str(error) or repr(error)
 
@@ -134,7 +136,7 @@ class WorkerAdmin:
         except (TimeoutError, aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
             reason, status = str(error) or repr(error), 502
         raise RequestError(
-            f"the worker {worker} keeps its weights: {reason} (changed before it: {done})",
+            f"the worker {worker} did not change its weights: {reason}; changed before it: {done}",
             status=status,
             type="invalid_request_error" if status < 500 else "server_error",
             param="model",

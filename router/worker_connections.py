@@ -1,8 +1,8 @@
-"""HTTP/1.1 to workers: kept connections, answers that can be read while they come.
+"""HTTP/1.1 client for workers, with keep-alive connections and streamed responses.
 
-Only what a gateway sends to workers: `POST` with a complete body. `httptools` (llhttp) parses the
-answers, and the reader of a stream is woken at most once every `GATHER_S` while pieces come in
-quick succession.
+It supports only what a gateway sends to workers: `POST` with a complete body. `httptools` (llhttp)
+parses the responses. While pieces arrive in quick succession, the reader of a stream is woken at
+most once per `GATHER_S`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from urllib.parse import urlsplit
 import httptools
 
 IDLE_S = 15.0
-"""Idle connections are given up before workers close them."""
+"""Idle connections are closed after this time, before workers close them."""
 
 GATHER_S = 0.001
-"""Pieces that come within so long of those read last are read together. Tokens of one sequence
-are several times as far apart; it spares wake-ups and packets where a worker sends in bursts."""
+"""Pieces that arrive within this time after the last read are read together. Tokens of one sequence
+are several times as far apart; it saves wake-ups and packets when a worker sends in bursts."""
 
 MAX_FRAMING_BYTES = 65_536
-"""Of a head, and of chunk sizes or trailers without any content between them."""
+"""Most bytes of headers, and of chunk sizes or trailers without content between them."""
 
 HIGH_WATER_BYTES = 262_144
-"""A worker is not read from while so much of its answer waits for the client."""
+"""Reading from a worker pauses while more bytes of its response wait for the client."""
 
 
 class WorkerUnreachable(OSError):
@@ -36,11 +36,11 @@ class WorkerUnreachable(OSError):
 
 
 class WorkerLost(OSError):
-    """The connection ended before the answer was complete, or the answer is not valid HTTP."""
+    """The connection ended before the response was complete, or the response is not valid HTTP."""
 
 
 class WorkerAnswer:
-    """One answer: `status` and `headers` (names in lower case) first, the body as it comes."""
+    """One response: `status` and `headers` (names in lower case) first, the body as it arrives."""
 
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection
@@ -49,11 +49,11 @@ class WorkerAnswer:
 
     @property
     def ended(self) -> bool:
-        """Whether all has been read."""
+        """Whether the whole body has been read."""
         return self._connection.read_to_end
 
     async def some(self) -> bytes:
-        """What has come since, b"" at the end. Raises WorkerLost."""
+        """The bytes received since the last read, b"" at the end. Raises WorkerLost."""
         return await self._connection.some()
 
     async def read(self) -> bytes:
@@ -64,7 +64,7 @@ class WorkerAnswer:
         return b"".join(parts)
 
     def close(self) -> None:
-        """Keep the connection where the answer was read to its end, else cut it: that cancels
+        """Keep the connection if the response was read to its end. Otherwise cut it, which cancels
         the request at the worker."""
         self._connection.give_back()
 
@@ -85,11 +85,11 @@ class WorkerConnections:
     async def post(
         self, address: str, path: str, body: bytes, first_byte_timeout_s: float
     ) -> WorkerAnswer:
-        """Send, and wait for the answer's head.
+        """Send a request, and wait for the headers of the response.
 
         address   base URL, such as "http://10.0.0.7:41235"
 
-        Raises WorkerUnreachable, WorkerLost, and TimeoutError where the head is not there in time.
+        Raises WorkerUnreachable, WorkerLost, and TimeoutError if the headers do not arrive in time.
         """
         connection = self._kept(address) or await self._connect(address)
         head = (
@@ -112,7 +112,7 @@ class WorkerConnections:
         idle = self._idle.get(address)
         oldest = time.monotonic() - IDLE_S
         while idle:
-            connection = idle.pop()  # the one that was used last
+            connection = idle.pop()  # the most recently used one
             if connection.idle_since >= oldest and connection.usable:
                 return connection
             connection.cut()
@@ -129,7 +129,7 @@ class WorkerConnections:
                     url.port or 80,
                 )
         except (OSError, TimeoutError, ValueError) as error:
-            raise WorkerUnreachable(f"{address}: {error or 'no answer in time'}") from error
+            raise WorkerUnreachable(f"{address}: {error or 'no response in time'}") from error
         return connection
 
     def _made(self, connection: _Connection) -> None:
@@ -148,15 +148,16 @@ class WorkerConnections:
 
 
 class _Malformed(Exception):
-    """What came is valid HTTP, but not an answer that a worker may give."""
+    """Valid HTTP, but not a response that a worker may send."""
 
 
 class _Connection(asyncio.Protocol):
     """One connection, with at most one request under way. `httptools` calls the `on_` methods.
 
-    host         for the header of that name
-    status       of the answer, 0 until its head is complete; headers of the same answer
-    read_to_end  whether the answer is complete and all of it was read
+    host         value of the `Host` header
+    status       status of the response, 0 until its headers are complete
+    headers      headers of the response
+    read_to_end  whether the response is complete and was read to its end
     """
 
     def __init__(self, owner: WorkerConnections, address: str, host: str) -> None:
@@ -170,7 +171,7 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._in_use = False
-        self._complete = True  # no answer is expected: none was asked for
+        self._complete = True  # no response is expected before a request
         self._until_closed = False
         self._keeps_alive = True
         self._parts: list[bytes] = []
@@ -195,7 +196,7 @@ class _Connection(asyncio.Protocol):
         return self._complete and not self._parts
 
     async def send(self, head: bytes, body: bytes, timeout_s: float) -> None:
-        """Send a request and wait until the head of its answer is there, for `timeout_s`."""
+        """Send a request and wait up to `timeout_s` for the headers of its response."""
         self._in_use = True
         self.status = self._framing_bytes = 0
         self._complete = False
@@ -211,7 +212,7 @@ class _Connection(asyncio.Protocol):
             too_late.cancel()
 
     async def some(self) -> bytes:
-        """What has come, b"" at the end."""
+        """The bytes received since the last read, b"" at the end."""
         while not self._parts:
             if self._complete:
                 return b""
@@ -225,7 +226,7 @@ class _Connection(asyncio.Protocol):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def give_back(self) -> None:
-        """Keep the connection if its answer is complete and read, else cut it."""
+        """Keep the connection if its response is complete and read, otherwise cut it."""
         if not self._in_use:
             return
         self._in_use = False
@@ -276,7 +277,7 @@ class _Connection(asyncio.Protocol):
         elif not self._complete:
             self._framing_bytes += len(data)
             if self._framing_bytes > MAX_FRAMING_BYTES:
-                self._refuse("its head, or the framing of its body, is too long")
+                self._refuse("its headers or the framing of its body are too long")
                 return
             if self.status == had_status:
                 return  # nothing to read yet
@@ -295,7 +296,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self._complete:
-            raise _Malformed("bytes follow the end of the answer")
+            raise _Malformed("extra bytes after the end of the response")
         self.headers = {}
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -306,13 +307,13 @@ class _Connection(asyncio.Protocol):
         parser, headers = self._parser, self.headers
         status = parser.get_status_code()
         if 100 <= status < 200:
-            return  # the final answer follows
+            return  # the final response follows
         version = parser.get_http_version()
         if status < 100 or version not in ("1.0", "1.1"):
             raise _Malformed(f"status {status} of HTTP/{version}")
         coding = headers.get("transfer-encoding")
         if coding is not None and coding.lower() != "chunked":
-            raise _Malformed(f"the transfer coding {coding!r} was not asked for")
+            raise _Malformed(f"the transfer coding {coding!r} was not requested")
         sized = coding is not None or "content-length" in headers or status in (204, 304)
         self._until_closed = not sized
         self._keeps_alive = parser.should_keep_alive()
@@ -323,17 +324,17 @@ class _Connection(asyncio.Protocol):
         self._waiting_bytes += len(body)
 
     def on_message_complete(self) -> None:
-        if self.status:  # else the message was an interim answer
+        if self.status:  # otherwise the message was an interim response
             self._complete = True
 
     # Waking the reader
 
     def _time_out(self) -> None:
-        if not self.status:  # the head may have come in this very turn of the loop
+        if not self.status:  # the headers may have arrived in this turn of the loop
             self._fail(TimeoutError())
 
     def _refuse(self, reason: str) -> None:
-        self._fail(WorkerLost(f"what came is not a valid HTTP answer: {reason}"))
+        self._fail(WorkerLost(f"not a valid HTTP response: {reason}"))
         self.transport.abort()
 
     def _fail(self, failure: WorkerLost | TimeoutError) -> None:
@@ -362,7 +363,7 @@ class _Connection(asyncio.Protocol):
 
 
 def notice_dead_peers(sock: socket.socket) -> None:
-    """Have the system notice within some 12 s when the worker's machine is gone."""
+    """Make the system notice within some 12 s that the peer's machine is gone."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):

@@ -1,7 +1,7 @@
-"""OpenAI answers: from a request's outputs to the bytes that the client gets.
+"""OpenAI responses: from a request's outputs to the bytes sent to the client.
 
-`Transcript` turns token ids into certain text and knows why and when the answer ends;
-`Answer` renders a transcript as one JSON object or as server sent events.
+`Transcript` turns token ids into final text and knows when and why the answer ends. `Answer`
+renders a transcript as one JSON object or as server-sent events.
 Source of the formats: the OpenAI API reference (chat completions, legacy completions).
 """
 
@@ -39,7 +39,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 class Transcript:
     """The text of one answer as it grows.
 
-    finish_reason   "" while it runs; a stop string ends it with "stop" before the engine knows
+    finish_reason   "" while it runs; "stop" after a stop string, which the engine does not know of
     """
 
     def __init__(self, request: GenerateRequest, tokenizer: Tokenizer) -> None:
@@ -52,11 +52,11 @@ class Transcript:
         self.finish_reason = ""
 
     def push(self, token_ids: Sequence[int], finish_reason: str) -> str:
-        """Text that these tokens make certain. Tokens after a stop string are not counted."""
+        """Text that is final with these tokens. Tokens after a stop string are not counted."""
         parts: list[str] = []
         for token_id in token_ids:
             self.completion_tokens += 1
-            if token_id in self._stop_ids:  # gives no text in which the filter could see it
+            if token_id in self._stop_ids:  # gives no text to match
                 finish_reason = "stop"
                 break
             text, stopped = self._stop.push(self._detokenizer.push([token_id]))
@@ -119,7 +119,7 @@ class Answer:
         )
 
     def piece(self, text: str, transcript: Transcript) -> bytes:
-        """The event of some more text, b"" where there is nothing to say."""
+        """The event for more text; b"" if there is none."""
         finish_reason = transcript.finish_reason or None
         if not text and finish_reason is None:
             return b""
@@ -132,7 +132,7 @@ class Answer:
         return self._event([choice], transcript if self._request.continuous_usage else None)
 
     def closing(self, transcript: Transcript) -> bytes:
-        """The last events: usage where it was asked for, and the end mark."""
+        """The last events: usage if requested, and the end marker."""
         usage = self._event([], transcript) if self._request.include_usage else b""
         return usage + DONE
 
@@ -144,5 +144,5 @@ class Answer:
         if usage_of is not None:
             body["usage"] = usage_of.usage
         elif self._request.include_usage:
-            body["usage"] = None  # as OpenAI's: every chunk has the field, the last one a value
+            body["usage"] = None  # OpenAI: each chunk has the field, only the last a value
         return b"data: " + _encode(body) + b"\n\n"

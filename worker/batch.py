@@ -1,4 +1,4 @@
-"""The contract between the engine's core and a runner: what is to be computed in one step."""
+"""The interface between the engine's core and a runner: what to compute in one step."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from worker.block_pool import InvariantError
 
 @dataclass(slots=True)
 class BatchItem:
-    """One sequence's part of a step. Read it during the step and never keep it: the next one may
-    change it.
+    """One sequence's part of a step. Valid during the step only: the next step may change it.
 
     token_ids     tokens to compute in this step; their KV is written
     start         position of token_ids[0]; the KV of positions [0, start) is in the pool
-    block_table   covers positions [0, start + len(token_ids)), may be longer; position p lies
-                  in block_table[p // block_size]. The live list
+                  block_table   covers positions [0, start + len(token_ids)), may be longer;
+                                position p lies in block_table[p // block_size]. The live list
     sample        sample one token after the last of token_ids
     output_index  index of that token among the sequence's outputs. Draw it from
                   f(sampling.seed, output_index): a preempted and resumed request then draws
@@ -35,27 +34,25 @@ class BatchItem:
 
 
 NOT_FINITE = -1
-"""What a runner answers instead of a token where the logits are NaN or infinite."""
+"""Returned by a runner instead of a token if the logits are NaN or infinite."""
 
 
 class Runner(Protocol):
-    """Computes batches. Keeps no state of a sequence but the KV in its pool."""
+    """Computes batches. Keeps no state per sequence except the KV in its pool."""
 
     def execute(self, batch: list[BatchItem]) -> list[int | None]:
-        """One entry for each item: its sampled token, or NOT_FINITE, where `sample` is set, else
-        None.
+        """One entry per item: its sampled token or NOT_FINITE if `sample` is set, else None.
 
-        Items of one batch write disjoint slots and read none that another item writes. What other
-        sequences left in slots that an item does not read changes nothing, NaN included. After an
-        exception the same items may be computed again. Raises MemoryError where the batch is too
-        large for the memory that is left.
+        Items of one batch write disjoint slots and read none that another item writes. Slots that
+        an item does not read have no effect on it, even if they hold NaN. After an exception the
+        same items may be computed again. Raises MemoryError if the batch does not fit in memory.
         """
         ...
 
 
 def check_sampled(batch: list[BatchItem], sampled: list[int | None], decodes: int) -> None:
-    """Raises InvariantError unless the runner sampled for exactly the items that ask for it, as the
-    `decodes` leading ones do."""
+    """Raises InvariantError unless the runner sampled for exactly the items with `sample`, which
+    include the first `decodes` ones."""
     wanted = [item.sample for item in islice(batch, decodes, None)]
     got = [token is not None for token in islice(sampled, decodes, None)]
     if len(batch) != len(sampled) or wanted != got or None in sampled[:decodes]:

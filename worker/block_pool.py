@@ -1,7 +1,7 @@
-"""The fixed pool of KV blocks: reference counts, and everything unreferenced.
+"""The fixed pool of KV blocks: reference counts and free blocks.
 
-Blocks are numbers 1..capacity. Block 0 is reserved: block tables are padded with it, no sequence
-ever owns it, and here its links are the ends of the circular list of kept blocks.
+Blocks are numbered 1..capacity. Block 0 is reserved: it pads block tables, no sequence ever owns
+it, and its links are the ends of the circular list of kept blocks.
 
 ```
 vacant   a stack           ... vacant vacant  <-> allocate, vacate, worthless releases
@@ -9,8 +9,8 @@ kept     0 <-> kept (oldest) ... kept (newest) <-> 0
                ^ evict first               release ^
 ```
 
-A *vacant* block holds nothing of value. A *kept* one holds cached KV that nobody references; the
-kept list is in order of release, so it is the LRU order. Every operation is O(1).
+A *vacant* block holds nothing of value. A *kept* block holds cached KV that no sequence references.
+The kept list is in order of release, which is the LRU order. Every operation is O(1).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from collections.abc import Sequence
 
 
 class InvariantError(AssertionError):
-    """The engine's own bookkeeping is wrong. The text gives the figures."""
+    """The engine's bookkeeping is inconsistent. The message gives the figures."""
 
 
 class BlockPool:
-    """Owner of reference counts, of what is free, and of when a block was last of use.
+    """Owns the reference counts, the free blocks and the time of each block's last use.
 
-    Knows nothing of hashes or tokens, and reads no clock: the cache writes `last_used`, in seconds
-    on its caller's clock, when a cached block loses its last reference.
+    Knows no hashes or tokens and reads no clock: the cache writes `last_used`, in seconds on its
+    caller's clock, when a cached block loses its last reference.
     """
 
     __slots__ = (
@@ -47,8 +47,8 @@ class BlockPool:
             raise ValueError(f"a block pool needs at least 1 block, got {capacity}")
         size = capacity + 1
         self.capacity = capacity
-        # Arrays of machine numbers, not lists of objects: 24 bytes a block, and nothing that the
-        # garbage collector would walk in a pool of a million blocks.
+        # Arrays, not lists of objects: 24 bytes per block, and the garbage collector has nothing to
+        # scan in a pool of a million blocks.
         self._references = array("i", bytes(4 * size))
         self._kept = bytearray(size)
         self._next = array("i", bytes(4 * size))
@@ -69,7 +69,7 @@ class BlockPool:
         return self.free_blocks - len(self._vacant)
 
     def allocate(self) -> int:
-        """A vacant block, now with one reference. Raises InvariantError where none is vacant."""
+        """Take a vacant block, with one reference. Raises InvariantError if none is vacant."""
         if not self._vacant:
             raise InvariantError(f"no vacant block: {self._figures()}")
         block = self._vacant.pop()
@@ -78,7 +78,7 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> bool:
-        """One more reference. Returns whether it is the first (the block was free and kept)."""
+        """Add a reference. Returns whether it is the first (the block was kept)."""
         references = self._references[block]
         if references == 0:
             if not self._kept[block]:
@@ -90,10 +90,10 @@ class BlockPool:
         return references == 0
 
     def release(self, block: int, keep: bool) -> bool:
-        """One reference less. Returns whether it was the last.
+        """Remove a reference. Returns whether it was the last.
 
-        Without references the block goes to the end of the kept list where `keep` is set (its KV
-        is worth keeping), else it is vacant, and used before anything is evicted.
+        A block without references goes to the end of the kept list if `keep` is set (its KV is
+        cached). Otherwise it is vacant and used before anything is evicted.
         """
         references = self._references[block] - 1
         if references < 0 or not block:
@@ -113,7 +113,7 @@ class BlockPool:
         return True
 
     def share_all(self, blocks: Sequence[int]) -> list[int]:
-        """`share` each; returns those whose first reference it was. Raises as `share` does."""
+        """`share` each block; returns those that were free. Raises as `share` does."""
         references = self._references
         first = []
         for block in blocks:
@@ -126,8 +126,8 @@ class BlockPool:
         return first
 
     def drop_shared(self, blocks: Sequence[int]) -> list[int]:
-        """One reference less for those that have more than one; returns the others, untouched,
-        the last of `blocks` first."""
+        """Remove a reference from each block that has more than one. Returns the other blocks,
+        unchanged, in reverse order."""
         references = self._references
         others = []
         for block in reversed(blocks):
@@ -139,7 +139,7 @@ class BlockPool:
         return others
 
     def vacate(self, block: int) -> None:
-        """A kept block gives up its content."""
+        """Make a kept block vacant."""
         if not self._kept[block] or self._references[block]:
             raise InvariantError(
                 f"block {block} cannot be vacated: {self._references[block]} references, "
@@ -150,11 +150,11 @@ class BlockPool:
         self._vacant.append(block)
 
     def oldest_kept(self) -> int:
-        """The kept block that was released longest ago; 0 where none is kept."""
+        """The kept block that was released longest ago; 0 if there is none."""
         return self._next[0]
 
     def references(self, block: int) -> int:
-        """How many sequences use the block."""
+        """Number of references to the block."""
         return self._references[block]
 
     def _unlink(self, block: int) -> None:
@@ -163,7 +163,7 @@ class BlockPool:
         self._previous[after] = before
 
     def free_list(self) -> list[int]:
-        """All unreferenced blocks, first to be used first. O(pool): for checks and tests."""
+        """All unreferenced blocks, in the order of reuse. O(pool): for checks and tests."""
         return [*reversed(self._vacant), *self.kept_blocks()]
 
     def kept_blocks(self) -> list[int]:
@@ -180,9 +180,9 @@ class BlockPool:
         kept = self.kept_blocks()
         free = self.free_list()
         if len(free) != self.free_blocks or len(set(free)) != len(free):
-            raise InvariantError(f"{len(free)} blocks are free: {self._figures()}")
+            raise InvariantError(f"{len(free)} blocks found free: {self._figures()}")
         if sum(self._kept) != len(kept) or not all(self._kept[block] for block in kept):
-            raise InvariantError(f"{len(kept)} blocks on the kept list: {self._figures()}")
+            raise InvariantError(f"{len(kept)} blocks found on the kept list: {self._figures()}")
         if self._references[0]:
             raise InvariantError(f"the reserved block 0 has {self._references[0]} references")
         on_list = set(free)

@@ -1,4 +1,4 @@
-"""The block tables of the sequences at work, kept between steps as rows of one array."""
+"""The block tables of the running sequences, kept between steps as rows of one array."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import numpy.typing as npt
 
 
 class _Row:
-    """Where one sequence's table lies.
+    """The row of one sequence's table.
 
-    table    the sequence's live list: kept to recognise it, and read only while it is in a step
-    settled  blocks that were full before its last step: these never change
+    table    the sequence's live list: identifies the row, read only while it is in a step
+    settled  blocks that were full before its last step; these never change
     filled   entries that are not 0
-    step     number of the last step that it was in
+    step     number of the last step that used the row
     """
 
     __slots__ = ("filled", "index", "settled", "step", "table")
@@ -24,24 +24,24 @@ class _Row:
 
 
 class BlockTables:
-    """A row for each live list of blocks, to which a step adds only what is new.
+    """One row per live list of blocks. A step writes only the entries that are new.
 
-    What a list may do from one step to the next: grow, and get another block where one has become
-    full (an equal block was cached already). A sequence that starts anew, after a preemption for
-    one, has to bring a new list, or a step that begins in an earlier block than its last one. Rows
-    of sequences that are gone are taken over by others when no free one is left.
+    Between steps a list may grow, and a block that has become full may be replaced (if an equal
+    block was cached already). A sequence that starts again, after a preemption for example, must
+    use a new list or begin the step in an earlier block than its last one. Rows of ended sequences
+    are reused when no free row is left.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._blocks = np.zeros((8, 64), dtype=np.int64)
-        # By the list's identity, which holds as long as the row keeps the list alive.
+        # Keyed by the list's id, which is unique while the row keeps the list alive.
         self._rows: dict[int, _Row] = {}
         self._free = list(range(8))
         self._step = 0
 
     def begin(self, widest: int) -> None:
-        """A step begins, whose longest sequence has `widest` blocks."""
+        """Begin a step whose longest sequence has `widest` blocks."""
         self._step += 1
         rows, width = self._blocks.shape
         if widest > width:
@@ -57,7 +57,7 @@ class BlockTables:
         if row is None:
             row = self._add(table)
         full = start // self._block_size
-        # In the block of the last step nothing can have become full since.
+        # The block of the last step cannot have become full since.
         first = row.filled if full == row.settled else row.settled if full > row.settled else 0
         if first < used:
             self._blocks[row.index, first:used] = table[first:used]
@@ -67,7 +67,7 @@ class BlockTables:
         return row.index
 
     def take(self, rows: list[int], widest: int) -> npt.NDArray[np.int64]:
-        """Rows `[len(rows), widest]`, filled up with block 0."""
+        """Rows `[len(rows), widest]`, padded with block 0."""
         return self._blocks[rows, :widest]
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class BlockTables:
         return row
 
     def _drop_idle(self) -> None:
-        """Free the rows that this step has not used, or add as many as there are."""
+        """Free the rows that this step has not used; if there are none, double the rows."""
         for key, row in list(self._rows.items()):
             if row.step != self._step:
                 del self._rows[key]

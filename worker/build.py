@@ -1,4 +1,4 @@
-"""From settings to an engine: load the model, size the pool, put the parts together."""
+"""Build an engine from settings: load the model, size the pool, assemble the parts."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 
 def build_engine(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
-    """An engine ready to take requests, and what others need to know of it.
+    """An engine ready for requests, and its description for others.
 
-    Raises ModelError where the model cannot be used, ValueError for settings that cannot work,
-    MemoryError where the pool does not fit.
+    Raises ModelError if the model cannot be used, ValueError for invalid settings, MemoryError if
+    the pool does not fit.
     """
     if settings.model.startswith(EMULATED):
         return build_emulated(settings)
@@ -117,7 +117,7 @@ def _reserved_bytes(
     device: torch.device,
     context_tokens: int,
 ) -> int:
-    """Memory of the device that steps will take; 0 on a CPU, whose pool is modest anyway."""
+    """Device memory to reserve for steps; 0 on a CPU, whose pool is small anyway."""
     if device.type != "cuda":
         return 0
     limits = StepLimits(
@@ -126,13 +126,17 @@ def _reserved_bytes(
         -(-context_tokens // settings.block_size),
     )
     step, graphs = step_bytes(config, dtype, limits), 0
-    # asked first: where triton is missing it says what to do
+    # called first: it explains what to do if triton is missing
     backend = attention_backend(settings.attention, device)
     if settings.cuda_graphs and backend.replayable_decodes:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         splits = splits_of_sizes(config, settings.max_batch_size, context_tokens, processors)
         graphs = graph_bytes(config, dtype, limits, splits)
-    log.info("kept for steps: %.0f MiB, for graphs %.0f MiB", step / 2**20, graphs / 2**20)
+    log.info(
+        "memory reserved for steps: %.0f MiB, for CUDA graphs: %.0f MiB",
+        step / 2**20,
+        graphs / 2**20,
+    )
     return step + graphs
 
 

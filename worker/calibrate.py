@@ -1,9 +1,8 @@
-"""A profile of the emulated accelerator fitted from a real engine's steps.
+"""Fit a profile of the emulated accelerator to the steps of a real engine.
 
-Batches of random shape are given to the engine's own runner and timed: prefills of many lengths
-after contexts of many lengths, decodes of many batch sizes, and both together. `CostModel`'s five
-coefficients are fitted to two thirds of the steps; the others, which the fit has not seen, tell its
-error.
+Batches of random shape run on the engine's own runner and are timed: prefills of many lengths after
+contexts of many lengths, decodes of many batch sizes, and mixed batches. The five coefficients of
+`CostModel` are fitted to two thirds of the steps. The other third measures the error of the fit.
 """
 
 from __future__ import annotations
@@ -21,25 +20,26 @@ from worker.emulated_profiles import CostModel, Profile
 from worker.prefill_speed import FloatArray, fit_step_time
 
 LEAST_STEPS = 30
-"""Fewer cannot tell five coefficients apart."""
+"""Fewer steps cannot determine five coefficients."""
 
 LONGEST_S = 600.0
-"""So long steps are measured at most where they are too few in the time that was asked for."""
+"""Time limit in seconds if the requested time yields too few steps."""
 
 RELUCTANCE = np.array([3e-4, 1e-9, 3e-4, 3e-4, 3e-4])
-"""Of steps, prefill tokens, pairs, decodes, context tokens: see `worker.prefill_speed`."""
+"""Reluctance of steps, prefill tokens, pairs, decodes, context tokens: see
+`worker.prefill_speed`."""
 
 WARM_UP_STEPS = 3
 MOST_PREFILLS = 2
 TOKEN = 7
-"""What is computed does not matter, only how much."""
+"""The token ids do not matter, only their number."""
 
 Shape = list[tuple[int, int]]
-"""Of a batch: (start, count) of each sequence. One token is a decode."""
+"""A batch: (start, count) of each sequence. A count of 1 is a decode."""
 
 
 class Limits(NamedTuple):
-    """What the engine can take: tokens of one sequence, of one step, of the pool, sequences."""
+    """Limits of the engine: tokens per sequence, step and pool, sequences per step."""
 
     context_tokens: int
     token_budget: int
@@ -49,14 +49,14 @@ class Limits(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A batch and how long it took."""
+    """A batch and its duration."""
 
     shape: Shape
     seconds: float
 
 
 class Fit(NamedTuple):
-    """What was found.
+    """Result of a calibration.
 
     error, error_p90   |predicted − measured| / measured over the steps held out: median and 90th
                        percentile
@@ -69,7 +69,7 @@ class Fit(NamedTuple):
 
 
 class CalibrationError(RuntimeError):
-    """No profile can be fitted. Its text says what to change."""
+    """No profile can be fitted. The message says what to change."""
 
 
 def measure(
@@ -80,10 +80,10 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     on_longer: Callable[[int], None] = lambda steps: None,
 ) -> list[Step]:
-    """Steps of random shape, for so many seconds, and on until there are `LEAST_STEPS`.
+    """Time steps of random shape for this many seconds, and longer until there are `LEAST_STEPS`.
 
-    `on_longer` is told when the seconds are over and how many steps there are, where these are
-    too few. Raises CalibrationError where they still are after `LONGEST_S`.
+    `on_longer` is called with the number of steps if they are too few after that time. Raises
+    CalibrationError if they still are after `LONGEST_S`.
     """
     rng = random.Random(seed)
     for _ in range(WARM_UP_STEPS):
@@ -103,14 +103,14 @@ def measure(
         steps.append(Step(shape, clock() - began))
     if len(steps) < LEAST_STEPS:
         raise CalibrationError(
-            f"only {len(steps)} steps in {max(seconds, LONGEST_S):g} s, {LEAST_STEPS} are needed: "
-            "take a smaller --token-budget"
+            f"{len(steps)} steps were measured in {max(seconds, LONGEST_S):g} s, but "
+            f"{LEAST_STEPS} are needed; use a smaller --token-budget"
         )
     return steps
 
 
 def draw(rng: random.Random, limits: Limits) -> Shape:
-    """A third each: prefills, decodes, both. Lengths are drawn evenly in their logarithm."""
+    """A third each: prefills, decodes, both. Lengths are log-uniform."""
     kind = rng.randrange(3)
     shape: Shape = []
     pool = limits.pool_tokens
@@ -134,7 +134,7 @@ def draw(rng: random.Random, limits: Limits) -> Shape:
 
 
 def fit(steps: Sequence[Step]) -> Fit:
-    """The cost model that two thirds of the steps give, and how far it is from the others."""
+    """Fit a cost model to two thirds of the steps, and measure its error on the others."""
     held_out = np.arange(len(steps)) % 3 == 2
     features = np.array([_features(step.shape) for step in steps])
     seconds = np.array([step.seconds for step in steps])
@@ -173,7 +173,7 @@ def _features(shape: Shape) -> list[float]:
 
 
 def _batch(shape: Shape, limits: Limits) -> list[BatchItem]:
-    """Sequences side by side in the pool; each samples, so that the device has finished."""
+    """Sequences side by side in the pool. Each samples, so that the step waits for the device."""
     batch, block = [], 1
     for number, (start, count) in enumerate(shape):
         blocks = _whole_blocks(start + count, limits) // limits.block_size

@@ -1,8 +1,8 @@
-"""Decode steps over tensors that stay where they are: what a CUDA graph can be replayed on.
+"""Decode steps on tensors with fixed addresses, so that CUDA graphs can replay them.
 
 A graph is a recorded sequence of kernel launches with fixed shapes and addresses. So there is one
-for each of some batch sizes; a batch is padded to the next of them and copied into the graph's
-inputs. The graphs share the block table, the outputs and their scratch memory.
+graph for each of several batch sizes. A batch is padded to the next size and copied into the
+graph's inputs. The graphs share the block table, the outputs and their scratch memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from worker.step_layout import HostStep
 
 Compute = Callable[[], None]
 Capture = Callable[[Compute], Compute]
-"""From something that computes on fixed tensors to something that does the same again."""
+"""Turns a function that computes on fixed tensors into one that repeats the computation."""
 
 SMALL_SIZES = (1, 2, 4)
 SIZE_STEP = 8
@@ -31,23 +31,23 @@ def padded_sizes(max_batch_size: int) -> list[int]:
 
 
 def eager(compute: Compute) -> Compute:
-    """Replay by computing again, launch by launch: for devices without graphs."""
+    """Replay by computing again, without a graph: for devices that have none."""
     compute()
     return compute
 
 
 class CudaCapture:
-    """Captures CUDA graphs that share one pool of scratch memory, so they may not overlap."""
+    """Captures CUDA graphs that share one pool of scratch memory, so they must not overlap."""
 
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()
-        # One for all: memory that a stream has let go serves only the same stream again.
+        # One stream for all: freed memory is reused only by the same stream.
         self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, compute: Compute) -> Compute:
-        """Run `compute` once, which compiles kernels and makes what is made once; then record it.
+        """Run `compute` once, which compiles kernels and allocates; then record it.
 
-        The graph knows addresses only: who replays it keeps alive all tensors from outside.
+        The graph holds addresses only: its user must keep all outside tensors alive.
         """
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
@@ -60,7 +60,7 @@ class CudaCapture:
 
 
 class Decoded(NamedTuple):
-    """What a replay left, valid until the next one.
+    """Results of a replay, valid until the next one.
 
     tokens  [sequences] the likeliest token of each, in the layout's order
     logits  [sequences, vocabulary] fp32
@@ -71,7 +71,7 @@ class Decoded(NamedTuple):
 
 
 class _Graph(NamedTuple):
-    """One size. `compute` is kept because it keeps the tensors alive whose addresses `replay` has.
+    """One size. `compute` is stored because it keeps the tensors of `replay` alive.
 
     inputs  [4, size] token ids, positions, slots, lengths
     """
@@ -84,8 +84,8 @@ class _Graph(NamedTuple):
 class DecodeGraphs:
     """Decode steps of one model and pool, for batches up to `max_batch_size` sequences.
 
-    context_tokens  the longest that a sequence may get: fixes the width of the block table and
-                    into how many parts attention splits the keys
+    context_tokens  longest sequence: determines the width of the block table and the number
+                    of parts into which attention splits the keys
     capture         `CudaCapture()`, or `eager`
     Raises ValueError for a backend whose decodes cannot be replayed.
     """
@@ -102,8 +102,8 @@ class DecodeGraphs:
     ) -> None:
         if not backend.replayable_decodes:
             raise ValueError(
-                f"the attention backend {backend.name} plans every decode anew, so none can be "
-                "replayed; use triton, or set worker.cuda_graphs to false"
+                f"the attention backend {backend.name} cannot be captured in CUDA graphs; use "
+                "triton, or set worker.cuda_graphs to false"
             )
         device = model.device
         self._model = model
@@ -120,13 +120,13 @@ class DecodeGraphs:
             max_batch_size, model.config.vocab_size, dtype=torch.float32, device=device
         )
         self._graphs: dict[int, _Graph] = {}
-        # The largest first: the others find its scratch memory large enough.
+        # The largest first: its scratch memory is large enough for the others.
         for size in reversed(padded_sizes(max_batch_size)):
             self._graphs[size] = self._captured(size, capture)
         self._sizes = sorted(self._graphs)
 
     def size_for(self, sequences: int) -> int:
-        """Size to pad so many sequences to; 0 where they are too many."""
+        """Size to pad this many sequences to; 0 if there are too many."""
         return next((size for size in self._sizes if size >= sequences), 0)
 
     def replay(self, step: HostStep) -> Decoded:
@@ -135,7 +135,7 @@ class DecodeGraphs:
         graph = self._graphs[size]
         inputs, tables = step.flat[: 4 * size], step.flat[-step.sizes[-1] :]
         graph.inputs.copy_(inputs.view(4, size), non_blocking=True)
-        # Only the columns in use travel; what lies beyond a sequence's length is never read.
+        # Only the columns in use are copied; columns beyond a sequence's length are never read.
         tables = tables.to(self._device, non_blocking=True).view(size, -1)
         self._table[:size, : tables.shape[1]].copy_(tables)
         graph.replay()

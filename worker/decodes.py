@@ -1,9 +1,9 @@
-"""The sequences that decode, and their part of the batch, kept from step to step.
+"""The decoding sequences and their part of the batch, kept from step to step.
 
-Each step computes one token of every one of them. Which they are changes seldom, and from one step
-to the next only a sequence's newest token and that token's position do. So a step updates what the
-last one read, and looks at a sequence only when it is *due*: its last block is full, or its answer
-has reached its limit.
+Each step computes one token of each. The set changes rarely, and from one step to the next only a
+sequence's newest token and its position change. So a step updates the previous step's items in
+place, and looks at a sequence only when it is *due*: its last block is full, or its answer has
+reached its limit.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from worker.sequence import Sequence
 
 
 class Decodes:
-    """Owner of the batch's decodes. All columns are in the order in which they joined.
+    """Owns the batch's decodes. All columns are in the order in which the sequences joined.
 
     sequences    the sequences
-    items        the next step's batch items of these
+    items        their batch items in the next step
     request_ids  their ids
     hit_tokens   prompt tokens that each reused
-    full         those whose block table has no room for the next step's token
+    full         sequences whose block table is full, so that the next token needs a block
     steps        steps taken so far
     """
 
@@ -43,13 +43,13 @@ class Decodes:
             self.hit_tokens,
             self._appends,
         )
-        self._due: dict[int, list[Sequence]] = {}  # by the step after which they are
+        self._due: dict[int, list[Sequence]] = {}  # by the step after which they are due
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def join(self, sequence: Sequence) -> None:
-        """All tokens of the sequence but the newest are computed: from now on it decodes."""
+        """Add a sequence. All its tokens except the newest must be computed."""
         start = sequence.computed_tokens
         self.sequences.append(sequence)
         self.items.append(
@@ -71,7 +71,7 @@ class Decodes:
         self.wait(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """Take a sequence out, where it is in."""
+        """Remove a sequence, if present."""
         if not sequence.due:
             return
         index = self.sequences.index(sequence)
@@ -87,7 +87,7 @@ class Decodes:
         sequence.due = 0
 
     def wait(self, sequence: Sequence) -> None:
-        """Look at the sequence again when its block is full or its answer at its limit."""
+        """Make the sequence due when its block is full or its answer is at its limit."""
         length = len(sequence.tokens)
         block_size = self._block_size
         room = block_size - (length - 1) % block_size
@@ -95,8 +95,8 @@ class Decodes:
         self._due.setdefault(sequence.due, []).append(sequence)
 
     def advance(self, sampled: list[list[int]]) -> list[Sequence]:
-        """One step has computed a token of each and sampled one more, alone in its list; returns
-        those due now, each of which has to `wait` again or leave."""
+        """A step has computed a token of each and sampled one more, given in a list of its own.
+        Returns the sequences due now; each must `wait` again or leave."""
         for item, append, token_ids in zip(self.items, self._appends, sampled, strict=True):
             append(token_ids[0])
             item.token_ids = token_ids
@@ -106,7 +106,7 @@ class Decodes:
         return self._due.pop(self.steps, [])
 
     def leap(self, steps: int, sampled: Iterable[Iterable[int]]) -> None:
-        """So many steps at once, at most `steps_alone()`, with what they sample for each."""
+        """Take several steps at once, at most `steps_alone()`, with the tokens sampled for each."""
         for sequence, item, tokens in zip(self.sequences, self.items, sampled, strict=True):
             sequence.tokens.extend(tokens)
             item.token_ids = [sequence.tokens[-1]]
@@ -115,7 +115,7 @@ class Decodes:
         self.steps += steps
 
     def steps_alone(self) -> int:
-        """In how many steps from now nobody is due and nobody needs a block; 0 without any."""
+        """Number of coming steps in which no decode is due or needs a block; 0 without any."""
         return 0 if self.full or not self._due else min(self._due) - self.steps - 1
 
     def check(self) -> None:
@@ -128,15 +128,16 @@ class Decodes:
             told = item.start, item.token_ids, item.output_index
             if told != (computed, [sequence.tokens[-1]], sequence.output_tokens):
                 raise InvariantError(
-                    f"{sequence.request_id} decodes {told}, has computed {computed} tokens and "
-                    f"ends in output {sequence.output_tokens}, {sequence.tokens[-1]}"
+                    f"{sequence.request_id} has the columns {told}, but {computed} computed "
+                    f"tokens and the last output {sequence.output_tokens}, {sequence.tokens[-1]}"
                 )
             table = sequence.block_table
             if item.block_table is not table:
-                raise InvariantError(f"{sequence.request_id} decodes with another block table")
+                raise InvariantError(f"{sequence.request_id} has a different block table")
             if (computed == len(table) * self._block_size) != (sequence in self.full):
                 raise InvariantError(
-                    f"{sequence.request_id} is at {computed} in {len(table)} blocks: wrongly full"
+                    f"{sequence.request_id} has {computed} tokens in {len(table)} blocks, `full` "
+                    "is wrong"
                 )
             left = self._block_size - computed % self._block_size
             if sequence.due - self.steps != min(left, sequence.limit_tokens - computed - 1):
@@ -146,4 +147,4 @@ class Decodes:
                 )
         due = [(s.due, s) for step, waiting in self._due.items() for s in waiting if s.due == step]
         if len(due) != len(self) or {s for _, s in due} != set(self.sequences):
-            raise InvariantError(f"{len(due)} of {len(self)} decodes are awaited")
+            raise InvariantError(f"{len(due)} of {len(self)} decodes have a due step")

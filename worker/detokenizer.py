@@ -1,4 +1,4 @@
-"""From token ids to text while they come: never half a character, never a part of a stop string.
+"""Turn a stream of token ids into text, without partial characters or parts of stop strings.
 
 The work per token does not grow with the length of the answer.
 """
@@ -12,19 +12,19 @@ from typing import Protocol
 from tokenizers import Tokenizer, decoders
 
 UNDECODED = "\ufffd"
-"""What a decoder puts in the place of bytes that are no character (yet)."""
+"""A decoder's replacement for bytes that do not form a character (yet)."""
 
 WINDOW_LIMIT = 8
-"""Tokens without certain text after which what they give is taken as it is: a character has at
-most four bytes, so no further token can complete it."""
+"""After this many pending tokens their text is final: a character has at most four bytes, so no
+further token can complete it."""
 
 
 class IncrementalDetokenizer:
     """Text of a growing list of token ids.
 
-    All texts that `push` and `finish` return, joined, are what decoding all ids at once gives.
-    (One difference is deliberate: where a model with byte fallback emits bytes that are no text,
-    a whole decode drops the valid characters directly before them too; here they have been sent.)
+    The texts from `push` and `finish`, joined, equal the text of all ids decoded at once.
+    (One difference is deliberate: if a model with byte fallback emits invalid bytes, decoding all
+    at once also drops the valid characters directly before them; here they were sent already.)
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
@@ -40,7 +40,7 @@ class IncrementalDetokenizer:
             self._skipped = frozenset(index for index, token in added.items() if token.special)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that these ids make certain; "" where they only begin a character."""
+        """Text that is final with these ids; "" if they only begin a character."""
         step = self._decoder.step
         return "".join([step(index) for index in token_ids if index not in self._skipped])
 
@@ -49,7 +49,7 @@ class IncrementalDetokenizer:
         return self._skipped & {self._tokenizer.token_to_id(string) for string in strings}
 
     def finish(self) -> str:
-        """The rest: U+FFFD where the ids ended within a character."""
+        """The remaining text: U+FFFD if the ids ended within a character."""
         return self._decoder.finish()
 
 
@@ -60,8 +60,8 @@ class _Decoder(Protocol):
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """Byte-level BPE spells each byte as one printable character: itself where it is printable
-    Latin-1, else the next character from U+0100 on (GPT-2's table)."""
+    """Byte-level BPE writes each byte as one printable character: the byte itself if it is
+    printable Latin-1, else the next character from U+0100 on (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     spelled = {chr(byte): byte for byte in printable}
@@ -85,7 +85,7 @@ class _ByteDecoder:
             return ""
         try:
             spelled = bytes([_BYTES[character] for character in token])
-        except KeyError:  # an added token is text, not spelled bytes
+        except KeyError:  # an added token is text, not encoded bytes
             spelled = token.encode()
         return self._utf8.decode(spelled)
 
@@ -96,10 +96,10 @@ class _ByteDecoder:
 class _WindowDecoder:
     """Other vocabularies: decode a short window twice, with and without the newest tokens.
 
-        ... | settled: their text is out | pending: not certain yet |
+        ... | settled: text was sent | pending: not final yet |
             ^ window begins
 
-    The settled tokens give the pending ones their left context (a leading space, say).
+    The settled tokens are the left context of the pending ones, as for a leading space.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -124,7 +124,7 @@ class _WindowDecoder:
         pending = self._window[self._settled :]
         if text.startswith(self._settled_text):
             new = text[len(self._settled_text) :]
-        else:  # bytes that are no text spoil the valid ones before them, which are out already
+        else:  # invalid bytes also replace the valid ones before them, which were sent already
             new = self._decode(pending)
         self._window = pending
         self._settled = len(self._window)
@@ -137,10 +137,10 @@ class _WindowDecoder:
 
 
 class StopStringFilter:
-    """Cuts a growing text before the stop string that is complete first.
+    """Ends a growing text before the first complete stop string.
 
-    What may yet become a stop string is held back, so no part of one is ever emitted. How the
-    text is split into pushes makes no difference.
+    Text that may become a stop string is held back, so no part of one is ever sent. The result
+    does not depend on how the text is split into pushes.
     """
 
     def __init__(self, stop: list[str]) -> None:
@@ -149,7 +149,7 @@ class StopStringFilter:
         self.stopped = False
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Text that may be sent now, and whether a stop string ended it. Later text is dropped."""
+        """Text to send now, and whether a stop string ended it. Later text is dropped."""
         if self.stopped:
             return "", True
         if not self._stop:
@@ -167,13 +167,13 @@ class StopStringFilter:
         return held[: len(held) - keep], False
 
     def finish(self) -> str:
-        """What was held back and became no stop string."""
+        """Text that was held back but did not become a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):
             return size

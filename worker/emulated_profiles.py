@@ -1,7 +1,7 @@
-"""How long an emulated accelerator takes for a step, and how large its KV pool is.
+"""Profiles of emulated accelerators: the duration of a step and the size of the KV pool.
 
-The profiles of real accelerators are derived here from published figures of chip and model, with
-the efficiencies below; docs/emulated.md shows them worked out. `stemroute calibrate` fits one from
+The profiles of real accelerators are derived from published figures of chip and model with the
+efficiencies below; docs/emulated.md shows the calculation. `stemroute calibrate` fits one from
 the steps of a real engine.
 """
 
@@ -17,19 +17,19 @@ from worker.prefill_speed import Speed
 GIGA, TERA = 1e9, 1e12
 
 BANDWIDTH_SHARE = 0.8
-"""Of a chip's memory bandwidth that reading weights and KV reaches."""
+"""Share of a chip's memory bandwidth reached when reading weights and KV."""
 FLOPS_SHARE = 0.5
-"""Of a chip's dense FLOP/s that matrix products and attention of a long prefill reach."""
+"""Share of a chip's dense FLOP/s reached by matrix products and attention of a long prefill."""
 MEMORY_SHARE = 0.9
-"""Of a chip's memory that weights and KV pool may take; vLLM's default."""
+"""Share of a chip's memory for weights and KV pool; vLLM's default."""
 LAUNCH_S = 0.001
-"""Host and launch time of a step that the chip does not hide."""
+"""Host and launch time of a step that does not overlap with computing."""
 USUAL_BATCH = 32
-"""Decoding sequences for which the weights read by a mixture of experts are counted."""
+"""Batch size at which the weights read by a mixture of experts are counted."""
 
 
 class ProfileError(ValueError):
-    """A profile that cannot be had. Its text says which there are, or what is wrong in a file."""
+    """A profile that cannot be used. The message lists the profiles or the error in a file."""
 
 
 class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,7 +39,7 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     step_s                                        reading the weights, launching the kernels
     + prefill_token_s * prefill tokens            matrix products of the prompt
     + prefill_pair_s  * (prefill token, token it attends to)    attention: the quadratic part
-    + decode_s        * decoding sequences        what each of them adds beside its context
+    + decode_s        * decoding sequences        cost of each, excluding its context
     + context_token_s * context tokens of all decodes           reading their KV
     ```
     """
@@ -56,9 +56,9 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name):g}")
 
     def seconds(self, parts: Iterable[tuple[int, int]]) -> float:
-        """Seconds of a step whose sequences compute `count` tokens after `start`: (start, count).
+        """Seconds of a step; each sequence, (start, count), computes `count` tokens after `start`.
 
-        One token is a decode. A prefill of `count` attends to
+        A count of 1 is a decode. A prefill of `count` attends to
         `count * start + count * (count + 1) / 2` pairs.
         """
         total = self.step_s
@@ -71,22 +71,22 @@ class CostModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return total
 
     def decode_seconds(self, sequences: int, context_tokens: int) -> tuple[float, float]:
-        """Seconds of a step in which `sequences` decode, and how much longer each next one is.
+        """Seconds of a step in which `sequences` decode, and the increase per following step.
 
-        `context_tokens` is what they attend to together in the first; each then grows by one.
+        `context_tokens` is their total context in the first step; each context then grows by one.
         """
         first = self.step_s + self.decode_s * sequences + self.context_token_s * context_tokens
         return first, self.context_token_s * sequences
 
     def first_speed(self, chunk_tokens: int) -> Speed:
-        """Of prefill in chunks of that size, as a worker fits it from its steps."""
+        """Prefill speed with chunks of this size, as a worker fits it from its steps."""
         return Speed.rounded(self.prefill_token_s + self.step_s / chunk_tokens, self.prefill_pair_s)
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An accelerator with a model on it.
+    """An emulated accelerator with its model.
 
-    kv_tokens        tokens that its KV pool holds, where the settings do not say
+    kv_tokens        size of its KV pool, unless the settings give one
     context_tokens   longest prompt + output
     """
 
@@ -101,8 +101,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Chip(msgspec.Struct, frozen=True, kw_only=True):
-    """Published figures of an accelerator: bytes a second, dense FLOP a second (without sparsity)
-    of products with weights and of attention, bytes.
+    """Published figures of an accelerator: bytes per second, dense FLOP per second (without
+    sparsity) of products with weights and of attention, and bytes of memory.
     """
 
     bandwidth: float
@@ -114,9 +114,9 @@ class Chip(msgspec.Struct, frozen=True, kw_only=True):
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """Published figures of a model.
 
-    parameters, active    in all, and those that one token is multiplied with
-    expert_parameters     of them in experts; 0 in a dense model
-    experts, used         experts of a layer, and how many of them a token takes
+    parameters, active    in total, and those used for one token
+    expert_parameters     of the total, those in experts; 0 in a dense model
+    experts, used         experts per layer, and those used for one token
     weight_bytes          of one parameter
     kv_bytes              of one element of keys or values
     """
@@ -136,19 +136,19 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_bytes_a_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Bytes of keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_size * self.kv_bytes
 
     @property
     def flops_a_pair(self) -> int:
-        """Of one query with one key in all layers: the score and its share of the values, a
-        multiplication and an addition for each element of both."""
+        """FLOP of one query-key pair in all layers: the score and the weighted value, a
+        multiplication and an addition per element of both."""
         return 4 * self.layers * self.query_heads * self.head_size
 
     @property
     def bytes_a_step(self) -> float:
-        """Weights read by a step in which `USUAL_BATCH` sequences decode: all that is no expert,
-        and the experts that at least one of them takes, chosen evenly."""
+        """Weights read by a step in which `USUAL_BATCH` sequences decode: all except the experts,
+        and the experts that at least one sequence uses, if chosen uniformly."""
         touched = 1 - (1 - self.used / self.experts) ** USUAL_BATCH
         dense = self.parameters - self.expert_parameters
         return (dense + self.expert_parameters * touched) * self.weight_bytes
@@ -157,9 +157,9 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 def derive(chip: Chip, model: Model) -> Profile:
     """The profile of one chip with the model.
 
-    A step reads the weights; a decode reads its context; a prefill token costs two FLOP for each
-    active parameter, and each pair of its attention `flops_a_pair`. Summing them is an upper
-    bound: real kernels overlap reading with computing.
+    A step reads the weights; a decode reads its context; a prefill token costs two FLOP per active
+    parameter and `flops_a_pair` per attended token. Their sum is an upper bound: real kernels
+    overlap reading with computing.
     """
     read = chip.bandwidth * BANDWIDTH_SHARE
     room = chip.memory * MEMORY_SHARE - model.parameters * model.weight_bytes
@@ -182,7 +182,7 @@ H100_SXM = Chip(
 H200_FP8 = Chip(
     bandwidth=4.8 * TERA, flops=1979 * TERA, attention_flops=989 * TERA, memory=141 * GIGA
 )
-"""The H200 with weights in FP8; all else in bfloat16."""
+"""The H200 with weights in FP8 and everything else in bfloat16."""
 
 QWEN3_30B_A3B = Model(
     parameters=30.5 * GIGA,
@@ -217,7 +217,7 @@ LLAMA3_70B_FP8 = Model(
 )
 
 PROFILES = {
-    # Takes the same for every step: for measuring everything around the accelerator.
+    # The same time for every step: for measuring everything except the accelerator.
     "steady-25ms": Profile(
         cost=CostModel(step_s=0.025),
         kv_tokens=524_288,
@@ -232,26 +232,26 @@ FILE_SUFFIXES = (".toml", ".json")
 
 
 def profile_of(name: str) -> Profile:
-    """The profile of that name, or of that TOML or JSON file. Raises ProfileError."""
+    """The profile with this name or in this TOML or JSON file. Raises ProfileError."""
     if name.endswith(FILE_SUFFIXES):
         return read_profile(Path(name))
     if name not in PROFILES:
         raise ProfileError(
-            f"no emulated profile {name!r}; there are {', '.join(PROFILES)}, and files "
+            f"unknown emulated profile {name!r}; use {', '.join(PROFILES)}, or a file "
             f"({' or '.join(FILE_SUFFIXES)})"
         )
     return PROFILES[name]
 
 
 def read_profile(path: Path) -> Profile:
-    """The profile in a file with the fields of `Profile`. Raises ProfileError."""
+    """Read a profile from a file with the fields of `Profile`. Raises ProfileError."""
     decode = msgspec.toml.decode if path.suffix == ".toml" else msgspec.json.decode
     try:
         return decode(path.expanduser().read_bytes(), type=Profile)
     except OSError as error:
         raise ProfileError(f"cannot read the profile {path}: {error.strerror}") from error
     except msgspec.MsgspecError as error:
-        raise ProfileError(f"the profile {path} cannot be used: {error}") from error
+        raise ProfileError(f"the profile {path} is invalid: {error}") from error
 
 
 def write_profile(profile: Profile, comment: str) -> str:

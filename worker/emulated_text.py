@@ -1,4 +1,4 @@
-"""The emulated model's tokenizer and chat template: a token a byte, no vocabulary to ship."""
+"""The emulated model's tokenizer and chat template. One byte is one token."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 FIRST_LETTER, LETTERS = ord("a"), 26
-"""Answers are made of these letters; in the byte vocabulary they are found by `letters`."""
+"""Answers consist of these letters; `letters` gives their token ids."""
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token a byte: no vocabulary to ship, and different texts are different tokens."""
+    """One token per byte, so that different texts have different tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -24,12 +24,12 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def letters(tokenizer: Tokenizer) -> list[int]:
-    """Token ids that answers are made of."""
+    """Token ids of which answers consist."""
     return [token_id(tokenizer, chr(FIRST_LETTER + i)) for i in range(LETTERS)]
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """Of a token that the vocabulary has."""
+    """Id of a token in the vocabulary."""
     number = tokenizer.token_to_id(token)
     assert number is not None
     return number

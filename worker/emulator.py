@@ -1,7 +1,7 @@
-"""An emulated accelerator: the same engine core with a runner that only takes time.
+"""An emulated accelerator: the real engine core with a runner that only waits.
 
-Its tokens are deterministic and mean nothing; how long a step takes comes from a cost model.
-Whatever it serves carries `emulated:PROFILE` as its device.
+Its tokens are deterministic and meaningless. A cost model gives the duration of a step. Its device
+is reported as `emulated:PROFILE`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,18 @@ from worker.messages import EngineInfo
 from worker.models.config import ModelError
 
 EMULATED = "emulated:"
-"""Models of that prefix are profiles, by name or file."""
+"""Prefix of emulated models; a profile's name or file follows."""
 
 
 class EmulatedRunner:
-    """Implements `worker.batch.Runner`. A step lasts as long as its cost says, its own work
-    included.
+    """Implements `worker.batch.Runner`. A step takes the time of the cost model.
 
-    A step that goes on with a sequence of the step before begins where that one ended: an engine on
-    a real accelerator plans a step while one runs, so that what its loop does in between is hidden
-    as long as it takes no longer than the step.
+    A step that continues a sequence of the previous step starts when that one ended: an engine on a
+    real accelerator plans a step while another runs, so that planning is hidden as long as it takes
+    no longer than the step.
 
-    letters  token ids that answers are made of
-    clock    seconds; `wait` blocks for so many
+    letters  token ids of which answers consist
+    clock    in seconds; `wait` blocks for the given seconds
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class EmulatedRunner:
         self._last: set[str] = set()
 
     def execute(self, batch: list[BatchItem]) -> list[int | None]:
-        """A token that follows from the sequence's last token and its length, once time is up."""
+        """Wait for the step's duration, then derive a token from the last token and the length."""
         began = self._clock()
         ids = {item.request_id for item in batch}
         if not self._last.isdisjoint(ids):
@@ -77,12 +76,12 @@ class EmulatedRunner:
 def build_emulated(settings: WorkerSettings) -> tuple[EngineCore, EngineInfo]:
     """An engine on the accelerator that `settings.model`, `emulated:PROFILE`, names.
 
-    Raises ModelError for an unknown profile, ValueError for settings that cannot work.
+    Raises ModelError for an unknown profile, ValueError for invalid settings.
     """
     if settings.cpu_tier_gb or settings.disk_tier_gb:
         raise ValueError(
-            "an emulated accelerator has no KV to keep: unset worker.cpu_tier_gb and "
-            "worker.disk_tier_gb"
+            "an emulated accelerator has no KV to store in cold tiers; unset worker.cpu_tier_gb "
+            "and worker.disk_tier_gb"
         )
     name = settings.model.removeprefix(EMULATED)
     try:

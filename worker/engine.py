@@ -1,7 +1,7 @@
 """The engine: add requests, step, take outputs. Pure: the runner does the computing.
 
-One step is: schedule, run the batch, commit. Nothing that the forward pass writes is visible
-to other requests before its commit.
+A step schedules, runs the batch and commits. Other requests see nothing that the forward pass
+writes before the commit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from worker.tiers.cold_tiers import ColdTiers
 from worker.tiers.saving import save_cache
 
 NOT_FINITE_REASON = (
-    "the model computed NaN or infinity for this request, also without any cached block: check its "
+    "the model computed NaN or infinity for this request, even without cached blocks: check its "
     "weights, and whether worker.dtype has the range that they need"
 )
 
@@ -38,12 +38,12 @@ NO_TOKEN = Sampling(max_tokens=1, temperature=0.0)
 
 
 class EngineCore:
-    """One engine. Not thread-safe: its owner calls one method at a time.
+    """One engine. Not thread-safe: call one method at a time.
 
     last_failure   the exception of the last step in which the runner failed
-    dead_steps     steps in a row in which nothing could be computed, not even a single token
+    dead_steps     steps in a row in which not even a single token could be computed
     last_work      what the last step computed
-    tiers          the cold tiers of its cache, None where it has none
+    tiers          the cold tiers of its cache, or None
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class EngineCore:
     def add(self, request: EngineRequest) -> None:
         """Queue a request.
 
-        Raises RequestError: 400 where it can never run (empty, too long for the context or the
-        pool, an id in use), 429 where `max_waiting` requests wait already.
+        Raises RequestError: 400 if it can never run (empty, too long for the context or the pool,
+        an id in use), 429 if `max_waiting` requests are waiting already.
         """
         config = self.config
         if request.request_id in self._sequences:
@@ -90,7 +90,8 @@ class EngineCore:
         sequence = sequence_of(request, self._arrivals + 1, config)
         if len(self._scheduler.waiting) >= config.max_waiting:
             raise RequestError(
-                f"{config.max_waiting} requests wait already; try again later or elsewhere",
+                f"{config.max_waiting} requests are waiting already; try again later or on "
+                "another worker",
                 status=429,
                 type="rate_limit_error",
                 code="queue_full",
@@ -101,7 +102,7 @@ class EngineCore:
         self._scheduler.add(sequence)
 
     def cancel(self, request_id: str) -> bool:
-        """End a request without an output. Returns whether it was there."""
+        """Cancel a request, without an output. Returns whether it existed."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
@@ -110,20 +111,20 @@ class EngineCore:
 
     @property
     def runner(self) -> Runner:
-        """What computes the batches."""
+        """The runner, which computes the batches."""
         return self._runner
 
     def fail_all(self, reason: str) -> list[Output]:
-        """End every request, running or waiting, with an "error" output that says why."""
+        """End every running or waiting request with an "error" output that gives the reason."""
         return self._fail(list(self._sequences.values()), reason)
 
     def save(
         self, seconds: float, clock: Callable[[], float], idle: Callable[[], None]
     ) -> tuple[int, int]:
-        """Write to disk what is cached on the device (`tiers.saving`), once no request is left.
+        """Write the blocks cached on the device to disk (`tiers.saving`), after the last request.
 
-        Nothing may be asked of the engine afterwards. Returns how many blocks lie on disk now, and
-        of how many. Raises InvariantError while there is work: it still writes to its blocks.
+        The engine must not be used afterwards. Returns how many blocks are on disk, and of how
+        many. Raises InvariantError while requests run, because they still write to blocks.
         """
         if self._sequences:
             raise InvariantError(f"{len(self._sequences)} requests still use the cache")
@@ -133,41 +134,41 @@ class EngineCore:
         return save_cache(self._cache, self.tiers, seconds, clock, idle)
 
     def forget_model(self, eos_token_ids: list[int]) -> None:
-        """The runner is about to compute with other weights: nothing cached may be used again.
+        """Prepare for new weights: nothing cached may be used again.
 
-        Raises InvariantError while there is work: its KV would be mixed.
+        Raises InvariantError while requests run, because their KV would be mixed.
         """
         if self._sequences:
             raise InvariantError(f"{len(self._sequences)} requests still use the old weights")
         self._scheduler.flush()
         if self.tiers is not None:
-            self.tiers.forget(files=False)  # files say of which weights they are
+            self.tiers.forget(files=False)  # files name their weights
         self._end_tokens = frozenset(eos_token_ids)
 
     def flush(self) -> None:
-        """Drop all cached blocks at once, those of the cold tiers as well; running requests go on,
-        but cache nothing more."""
+        """Drop all cached blocks at once, including the cold tiers. Running requests continue, but
+        cache nothing more."""
         self._scheduler.flush()
         if self.tiers is not None:
             self.tiers.forget(files=True)
 
     def expire(self, now: float) -> None:
-        """What `step` does first, for a caller that has no work: let cached blocks expire."""
+        """Let cached blocks expire. `step` does this too; call it while there is no work."""
         self._scheduler.expire(now)
 
     def pin(self, namespace_root: bytes, token_ids: bytes) -> int:
-        """Keep the cached blocks of a prompt (`pack_tokens`) from eviction until a flush.
+        """Protect the cached blocks of a prompt (`pack_tokens`) from eviction until a flush.
 
-        Returns how many of its leading tokens are pinned. `pin_share` bounds what can be.
+        Returns how many of its leading tokens are pinned; `pin_share` limits them.
         """
         return self._scheduler.pins.pin(namespace_root, token_ids)
 
     def has_work(self) -> bool:
-        """Whether a request runs or waits."""
+        """Whether any request runs or waits."""
         return bool(self._sequences)
 
     def waits_for_loads(self) -> bool:
-        """Whether there is work, but none before blocks have come from a cold tier."""
+        """Whether all work waits for blocks from a cold tier."""
         scheduler = self._scheduler
         return bool(
             scheduler.loading is not None
@@ -177,13 +178,13 @@ class EngineCore:
         )
 
     def step(self, now: float = 0.0) -> list[Output]:
-        """Compute one batch. `now` is the caller's clock in seconds, for eviction policies only.
+        """Compute one batch. `now` is the caller's clock in seconds, for eviction policies.
 
-        Where the runner fails, the batch is computed again in halves: a request that fails by
-        itself ends with an "error" output, one for which memory does not suffice is preempted, and
-        the others go on. A request whose logits are not finite is computed once more without any
-        cached block, and ends with an "error" output where that does not help. Raises
-        InvariantError where there is work but none can be done.
+        If the runner fails, the batch is computed again in halves: a request that fails alone ends
+        with an "error" output, one that runs out of memory is preempted, and the others continue.
+        A request whose logits are not finite is computed once more without cached blocks, and ends
+        with an "error" output if that fails too. Raises InvariantError if there is work but none
+        can be scheduled.
         """
         plan = self._scheduler.schedule(now)
         batch, work = batch_of(plan)
@@ -208,21 +209,21 @@ class EngineCore:
         return failed + self._commit(plan, sampled)
 
     def decoding(self) -> list[tuple[str, int]]:
-        """Each request that decodes and its computed tokens, in the order of a batch."""
+        """Each decoding request and its number of computed tokens, in batch order."""
         return [(item.request_id, item.start) for item in self._scheduler.decodes.items]
 
     def steady_steps(self) -> int:
-        """How many steps from now on change nothing but the length of answers, unless a request is
-        added or cancelled, or an end token is sampled, before."""
+        """Number of coming steps that only lengthen answers, unless a request is added or cancelled
+        or an end token is sampled before."""
         return self._scheduler.steady_steps()
 
     def advance(self, steps: int, sampled: Iterable[array[int]], now: float = 0.0) -> None:
-        """Take `steps` steps at once, 1 to `steady_steps()` of them, without the runner.
+        """Take 1 to `steady_steps()` steps at once, without the runner.
 
-        The effect is that of as many calls of `step`, the last one at `now`, with a runner that
-        samples `sampled`: for each of `decoding()` its `steps` tokens, none an end token. It is for
-        virtual time, in which most steps are steady. (A policy by which blocks expire is the
-        exception: they expire at `now`, not in between.)
+        Equivalent to as many calls of `step`, the last one at `now`, with a runner that samples
+        `sampled`: `steps` tokens for each of `decoding()`, none of them an end token. For virtual
+        time, in which most steps are steady. (Exception: blocks that a policy lets expire do so at
+        `now`, not in between.)
         """
         self._scheduler.advance(steps, sampled, now)
         decodes = len(self._scheduler.decodes)
@@ -231,7 +232,7 @@ class EngineCore:
         self._generated_tokens += steps * decodes
 
     def load(self) -> Load:
-        """The load now, in O(1)."""
+        """The current load, in O(1)."""
         return Load(
             pending_prefill_tokens=self._scheduler.pending.tokens,
             running=len(self._scheduler.running),
@@ -242,7 +243,7 @@ class EngineCore:
         )
 
     def take_changes(self) -> Changes:
-        """What changed since the last take. Applying all of them gives `cached_blocks()`."""
+        """The changes since the last call. All of them applied give `cached_blocks()`."""
         stored, evicted = self._cache.take_changes()
         received, self._received = self._received, []
         cold = None if self.tiers is None else self.tiers.report()
@@ -253,7 +254,7 @@ class EngineCore:
         return self._cache.hashes()
 
     def stats(self) -> EngineStats:
-        """Counts since the engine began."""
+        """Counts since the engine started."""
         scheduler, cache = self._scheduler, self._cache
         return EngineStats(
             hits=scheduler.hits,
@@ -278,11 +279,11 @@ class EngineCore:
         )
 
     def tier_stats(self) -> TierStats | None:
-        """Counts of the cold tiers, None where there are none."""
+        """Counts of the cold tiers, or None."""
         return None if self.tiers is None else self.tiers.stats()
 
     def eviction_ages(self) -> EvictionAges:
-        """How long evicted blocks had been of no use."""
+        """Time from last use to eviction of evicted blocks."""
         cache = self._cache
         return EvictionAges(
             bounds_s=list(AGE_BOUNDS_S),
@@ -291,25 +292,25 @@ class EngineCore:
         )
 
     def check(self) -> None:
-        """Raises InvariantError, with figures, where the bookkeeping is wrong. O(pool)."""
+        """Raises InvariantError with figures if the bookkeeping is inconsistent. O(pool)."""
         self._scheduler.check()
         live = self._scheduler.running.keys() | self._scheduler.waiting.keys()
         if live != self._sequences.keys():
             raise InvariantError(f"requests {sorted(live ^ self._sequences.keys())} are lost")
 
     def _isolate(self, plan: Plan, batch: list[BatchItem]) -> tuple[list[Output], list[int | None]]:
-        """Compute a batch again that failed. Returns the outputs of those that fail, which leave
-        the plan, and what was sampled for the others."""
+        """Recompute a failed batch. Returns the outputs of the requests that fail, which leave the
+        plan, and the tokens sampled for the others."""
         sequences = plan.sequences()
         found = isolate(self._runner, batch)
         failed = dict(found.failed)
         starved = [sequences[index] for index in found.starved]
-        if not found.computed and starved:  # or the same would be tried for ever
+        if not found.computed and starved:  # or the same batch would be retried forever
             failed[min(found.starved)] = found.starved[min(found.starved)]
             starved.remove(sequences[min(found.starved)])
         outputs = []
         for index, error in failed.items():
-            reason = f"the engine failed while it computed this: {error!r}"
+            reason = f"the engine failed on this request: {error!r}"
             outputs += self._fail([sequences[index]], reason)
         for sequence in starved:
             self._scheduler.preempt(sequence)
@@ -318,7 +319,7 @@ class EngineCore:
         return outputs, plan.without({*found.failed, *found.starved}, sequences, found.sampled)
 
     def _computes(self) -> bool:
-        """Whether the runner can compute a token at all: if so, the requests are at fault."""
+        """Whether the runner can compute a token at all; if so, the requests caused the failure."""
         if not self._pool.vacant:
             return True
         block = self._pool.allocate()
@@ -333,8 +334,8 @@ class EngineCore:
     def _compute_afresh(
         self, plan: Plan, sampled: list[int | None], failed: list[Output]
     ) -> tuple[list[Output], list[int | None]]:
-        """Take those whose logits are not finite out of the plan. What they reused may be at fault,
-        and what they computed must not be reused: both leave the cache."""
+        """Remove requests whose logits are not finite from the plan. The blocks that they reused
+        may be the cause, and those that they computed must not be reused: both leave the cache."""
         sequences = plan.sequences()
         suspects = {index for index, token in enumerate(sampled) if token == NOT_FINITE}
         for index in suspects:

@@ -1,4 +1,4 @@
-"""The server's side of the engine process: start it, talk to it, notice its end."""
+"""The server's side of the engine process: start it, talk to it, detect its end."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from worker.owned_folder import OwnedFolder
 log = logging.getLogger(__name__)
 
 STALL_S = 120.0
-"""An engine that says nothing for so long is taken for dead: its longest step is far shorter."""
+"""An engine that sends nothing for this long counts as dead; its longest step is far shorter."""
 
 OnChanges = Callable[[Changes, Load], None]
 OnFlushed = Callable[[list[str], Load], None]
@@ -62,20 +62,20 @@ OnWeights = Callable[[EngineInfo, list[str], Load], None]
 
 
 class EngineDead(RuntimeError):
-    """The engine process has ended or does not answer; its text says what is known of why."""
+    """The engine process has ended or does not respond. The message gives the reason, if known."""
 
 
 class NotPossible(RuntimeError):
-    """The engine could not do what it was asked for and goes on as before; the text says why."""
+    """The engine could not do what was requested and continues as before. The message says why."""
 
 
 class EngineClient:
-    """One engine process. `start` before anything else, `stop` in the end.
+    """One engine process. Call `start` first and `stop` last.
 
     on_changes   called for every change of cache and load, in order
-    on_flushed   called where a new epoch begins, in the same order
-    on_weights   called where a new model and with it a new epoch begins, in the same order
-    ended        set once the process has ended or said that it will
+    on_flushed   called when a new epoch begins, in the same order
+    on_weights   called when a new model, and with it a new epoch, begins, in the same order
+    ended        set when the process has ended or has announced its end
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class EngineClient:
         return len(self._queues)
 
     def problem(self) -> str:
-        """Why the engine cannot be used, in words; "" where it can."""
+        """Why the engine cannot be used; "" if it can."""
         if self._dead:
             return self._dead
         if self._process is None:
@@ -124,14 +124,13 @@ class EngineClient:
             return f"the engine process has ended with exit code {code}"
         silent_s = time.monotonic() - self._heard_at
         if self._info is not None and silent_s > STALL_S:
-            return f"the engine has not been heard for {silent_s:.0f} s"
+            return f"the engine has sent nothing for {silent_s:.0f} s"
         return ""
 
     async def start(self, weights: GivenWeights | None = None) -> EngineInfo:
-        """Start the process and wait until its model is loaded, with other weights than those in
-        the settings where they are given.
+        """Start the process and load the model; `weights` replaces that of the settings.
 
-        Raises EngineDead where it ends before that.
+        Raises EngineDead if it ends before that.
         """
         self._folder = OwnedFolder("stemroute-engine-")
         address = f"ipc://{self._folder.path / 'engine'}"
@@ -159,20 +158,18 @@ class EngineClient:
         self._answers[0] = ready
         self._reader = asyncio.create_task(self._read())
         self._info = await ready
-        self._remove_folder()  # both ends are connected: nobody looks the socket up any more
+        self._remove_folder()  # both ends are connected, so the socket file is not needed any more
         assert isinstance(self._info, EngineInfo)
         return self._info
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Output, None]:
-        """Run a request; leaving the iteration early cancels it.
+        """Run a request. Leaving the iteration early cancels it.
 
-        Raises RequestError where the engine refuses it, EngineDead where the engine ends.
+        Raises RequestError if the engine refuses it, EngineDead if the engine ends.
         """
         self._raise_if_dead()
         if request.request_id in self._queues:
-            raise RequestError(
-                f"a request with the id {request.request_id} runs already", status=409
-            )
+            raise RequestError(f"the request id {request.request_id} is in use", status=409)
         queue: asyncio.Queue[Output | Exception] = asyncio.Queue()
         self._queues[request.request_id] = queue
         ended = False
@@ -196,11 +193,11 @@ class EngineClient:
         await self._ask(Flush(next(self._tickets)))
 
     async def blocks(self) -> list[bytes]:
-        """Hashes of all blocks cached on the device now, as the engine itself knows them."""
+        """Hashes of all blocks cached on the device now, from the engine itself."""
         return split_hashes((await self.listing()).joined)
 
     async def listing(self) -> Blocks:
-        """The same joined, and those of the cold tiers."""
+        """The same joined, and the hashes of the cold tiers."""
         blocks = await self._ask(GetBlocks(next(self._tickets)))
         assert isinstance(blocks, Blocks)
         return blocks
@@ -212,27 +209,27 @@ class EngineClient:
         return stats
 
     async def pin(self, namespace_root: bytes, token_ids: bytes) -> int:
-        """Keep a prompt's cached blocks from eviction. Returns how many tokens are pinned."""
+        """Protect a prompt's cached blocks from eviction. Returns how many tokens are pinned."""
         tokens = await self._ask(Pin(next(self._tickets), namespace_root, token_ids))
         assert isinstance(tokens, int)
         return tokens
 
     async def prepare_weights(self, model: str) -> None:
-        """Read another model into memory, while requests run.
+        """Read another model into memory while requests run.
 
-        Raises NotPossible where the model cannot be used.
+        Raises NotPossible if the model cannot be used.
         """
         await self._ask(PrepareWeights(next(self._tickets), model))
 
     async def apply_weights(self) -> None:
-        """Compute with the model that was prepared; `on_weights` has been called when this returns.
+        """Switch to the prepared model; `on_weights` has been called when this returns.
 
-        Requests that run then fail.
+        Running requests fail.
         """
         await self._ask(ApplyWeights(next(self._tickets)))
 
     async def stop(self) -> None:
-        """End the process, by force if it does not heed. Running requests fail."""
+        """End the process, by force if it does not stop. Running requests fail."""
         if self._process is None:
             return
         if self._process.poll() is None and self._socket is not None and not self._dead:
@@ -323,7 +320,7 @@ class EngineClient:
             future.set_result(value)
 
     def _die(self, reason: str) -> None:
-        """Everybody who waits learns that, and why, the engine is gone."""
+        """Fail all waiting calls with the reason why the engine is gone."""
         if self._dead:
             return
         self._dead = reason
@@ -354,7 +351,7 @@ class EngineClient:
         await self._socket.send(encode(message))
 
     def _send_now(self, message: object) -> None:
-        """Send from where awaiting is not possible; the socket has no high-water mark."""
+        """Send without awaiting: the socket has no high-water mark."""
         assert self._socket is not None
         future = self._socket.send(encode(message), zmq.NOBLOCK)
         if isinstance(future, asyncio.Future):

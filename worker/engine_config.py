@@ -6,19 +6,19 @@ import msgspec
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of one engine. Raises ValueError where they cannot work.
+    """Sizes and limits of one engine. Raises ValueError if they are invalid.
 
-    block_size       tokens in a block
+    block_size       tokens per block
     capacity_blocks  usable KV blocks, the reserved block 0 not counted
     context_tokens   longest prompt + output of one sequence
-    max_batch_size   sequences that may run at once
-    token_budget     tokens computed in one step at most
-    chunk_tokens     prefill tokens of one sequence in one step at most; 0 is the whole budget
-    max_waiting      requests that may wait
+    max_batch_size   maximum of running sequences
+    token_budget     maximum of tokens computed in one step
+    chunk_tokens     maximum of prefill tokens per sequence and step; 0: the whole budget
+    max_waiting      maximum of waiting requests
     eos_token_ids    tokens that end an answer
     cache_share      share of the pool that may hold cached blocks which no sequence references
-    pin_share        share of the pool for pinned prefixes; no sequence may count on it
-    embedding_rows   token ids are below this; 0 where the runner takes any
+    pin_share        share of the pool for pinned prefixes; not available to sequences
+    embedding_rows   token ids must be below this; 0: the runner takes any
     """
 
     block_size: int
@@ -54,7 +54,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def chunk_limit(self) -> int:
-        """`chunk_tokens`, or the whole budget where it is 0."""
+        """`chunk_tokens`, or the whole budget if it is 0."""
         return min(self.chunk_tokens or self.token_budget, self.token_budget)
 
     @property
@@ -69,6 +69,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sequence_limit(self) -> int:
-        """Tokens that one sequence may have: the context, or all that a smaller pool can give."""
+        """Maximum of tokens in one sequence: the context, or less if the pool is smaller."""
         usable_blocks = self.capacity_blocks - self.pin_limit
         return min(self.context_tokens, usable_blocks * self.block_size)

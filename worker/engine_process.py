@@ -1,9 +1,9 @@
-"""The engine in a process of its own, so that streaming answers never hold its GIL.
+"""The engine in a process of its own, so that streaming responses never hold its GIL.
 
     python -m worker.engine_process
 
-Standard input's first line says how to build the engine. The pipe then stays open for as long
-as the server lives; when it closes, however the server ended, this process ends too.
+The first line of standard input says how to build the engine. The pipe then stays open as long as
+the server lives. When it closes, however the server ended, this process ends too.
 """
 
 from __future__ import annotations
@@ -60,22 +60,22 @@ log = logging.getLogger("worker.engine")
 
 SIGN_OF_LIFE_MS = 1000
 NICENESS_ON_CPU = 5
-"""Where the engine computes on the cores that servers and gateways run on, those go first: they
-need little, and whole answers wait for them."""
+"""Niceness of an engine on the CPU: servers and gateways on the same cores go first, because they
+need little time and whole answers wait for them."""
 
 LOADING_POLL_MS = 20
 TIER_POLL_MS = 1
-"""Where there is nothing to do before KV blocks have come from a cold tier."""
+"""Waiting time while all work waits for blocks from a cold tier."""
 
 SAVE_POLL_S = 0.001
 
 DEAD_STEPS_TO_GIVE_UP = 3
-"""After so many steps in a row in which nothing could be computed the process ends, and the worker
-is replaced."""
+"""After this many steps in a row in which nothing could be computed, the process ends and the
+worker is replaced."""
 
 
 class EngineLoop:
-    """Takes messages, steps the engine, tells what happened."""
+    """Takes messages, steps the engine, reports what happened."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class EngineLoop:
         self._stopped = False
 
     def run(self) -> None:
-        """Until a Stop message. Raises RuntimeError when nothing can be computed any more."""
+        """Run until a Stop message. Raises RuntimeError when nothing can be computed any more."""
         while not self._stopped:
             idle = not self._core.has_work()
             wait_ms = SIGN_OF_LIFE_MS if self._change is None else LOADING_POLL_MS
@@ -115,9 +115,9 @@ class EngineLoop:
     def _save(self) -> None:
         seconds, tiers = self._settings.save_timeout_s, self._core.tiers
         if tiers is not None and tiers.disk.capacity and seconds:
-            self._tell(self._core.fail_all("the worker has stopped"), "")  # they wait no longer
+            self._tell(self._core.fail_all("the worker was stopped"), "")  # they wait no longer
             saved, cached = self._core.save(seconds, time.monotonic, _a_moment)
-            log.info("%d of %d cached blocks are on disk", saved, cached)
+            log.info("%d of %d cached blocks were written to disk", saved, cached)
 
     def _take_messages(self, wait_ms: int) -> bool:
         if not self._socket.poll(wait_ms):
@@ -149,9 +149,9 @@ class EngineLoop:
             case Cancel(request_id):
                 core.cancel(request_id)
             case Flush(ticket):
-                self._tell([], "")  # what came before belongs to the epoch that ends
+                self._tell([], "")  # earlier changes belong to the old epoch
                 core.flush()
-                changes = core.take_changes()  # all evicted: the new epoch says so already
+                changes = core.take_changes()  # all evictions, implied by the new epoch
                 self._send(Flushed(ticket=ticket, received=changes.received, load=self._load()))
             case GetBlocks(ticket):
                 self._tell([], "")
@@ -171,7 +171,7 @@ class EngineLoop:
 
     def _prepare_weights(self, ticket: int, path: str) -> None:
         if self._change is not None:
-            self._send(NotDone(ticket, "other weights are being loaded already"))
+            self._send(NotDone(ticket, "new weights are already being loaded"))
             return
         self._prepared = None
         try:
@@ -184,7 +184,7 @@ class EngineLoop:
     def _take_prepared(self, ticket: int, change: WeightChange, ready: Future[Prepared]) -> None:
         try:
             self._prepared = change, ready.result()
-        except Exception as error:  # whatever a file can bring about: the old weights stay
+        except Exception as error:  # any error of a file: the old weights stay
             unforeseen = None if isinstance(error, ModelError) else error
             log.warning("the new weights cannot be used: %s", error, exc_info=unforeseen)
             self._send(NotDone(ticket, str(error) or repr(error)))
@@ -193,11 +193,11 @@ class EngineLoop:
 
     def _apply_weights(self, ticket: int) -> None:
         if self._prepared is None:
-            self._send(NotDone(ticket, "no other weights have been prepared"))
+            self._send(NotDone(ticket, "no weights were prepared"))
             return
         (change, prepared), self._prepared = self._prepared, None
         self._info, outputs = change.apply(prepared)
-        # The failures go out without the changes of the cache, which are the old epoch's end.
+        # Send the failures without the cache changes, which the end of the epoch implies.
         changes = self._core.take_changes()
         nothing = Changes(stored=[], evicted=[], received=[])
         self._send(Stepped(outputs=outputs, refused=[], changes=nothing, load=self._load()))
@@ -210,7 +210,7 @@ class EngineLoop:
             )
         )
         change.open_disk(self._info)
-        log.info("the weights are now those of %s", self._info.model.namespace.weights[:16])
+        log.info("serving new weights, digest %s", self._info.model.namespace.weights[:16])
 
     def _step(self) -> None:
         failed_before = self._core.stats().failed_steps
@@ -228,7 +228,7 @@ class EngineLoop:
                 self._core.tiers.set_prefill_speed(*self._speed.speed)
         self._tell(outputs, failure)
         if self._core.dead_steps >= DEAD_STEPS_TO_GIVE_UP:
-            raise RuntimeError(f"{self._core.dead_steps} steps in a row failed: {failure}")
+            raise RuntimeError(f"{self._core.dead_steps} steps in a row have failed: {failure}")
 
     def _tell(self, outputs: list, failure: str) -> None:  # type: ignore[type-arg]
         refused, self._refused = self._refused, []
@@ -278,11 +278,11 @@ def main() -> None:
         if info.device == "cpu":
             os.nice(NICENESS_ON_CPU)
         gc.collect()
-        gc.freeze()  # the model's objects stay: a full collection among them costs tens of ms
+        gc.freeze()  # or each full collection scans the model's objects for tens of ms
         socket.send(encode(Ready(info)))
         EngineLoop(core, info, start.settings, socket).run()
     except Exception as error:
-        log.exception("the engine cannot go on")
+        log.exception("the engine failed and ends")
         socket.send(encode(Died(f"{type(error).__name__}: {error}")))
         socket.close(linger=2000)
         context.term()

@@ -1,4 +1,4 @@
-"""Digests of files, computed once: the contents are read again only when the file changed."""
+"""Digests of files. The contents are read again only if the file changed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ READERS = 4
 """Files hashed at once; hashing releases the interpreter lock."""
 
 SETTLED_S = 2.0
-"""A file that changed less long ago may change again without its times showing it, so its digest
-is not remembered."""
+"""A file that changed more recently than this may change again with the same timestamp, so its
+digest is not cached."""
 
 
 class _Remembered(msgspec.Struct, frozen=True):
@@ -27,15 +27,15 @@ class _Remembered(msgspec.Struct, frozen=True):
 def digest_files(files: list[Path], cache_dir: Path) -> list[str]:
     """SHA-256 (hex) of each file's contents.
 
-    A digest is remembered in `cache_dir` with the file's device, inode, size and times of change
-    (the last of which no program can set back), and used while all of them are equal.
+    A digest is cached in `cache_dir` with the file's device, inode, size, mtime and ctime (which no
+    program can set back), and used while all of them are equal.
     """
     with ThreadPoolExecutor(READERS) as readers:
         return list(readers.map(lambda file: _digest_file(file, cache_dir), files))
 
 
 def digest_fields(domain: str, fields: Iterable[str]) -> str:
-    """SHA-256 (hex) of the fields, each with its length before it."""
+    """SHA-256 (hex) of the fields, each prefixed with its length."""
     digest = hashlib.sha256()
     for field in (domain, *fields):
         encoded = field.encode()
@@ -45,7 +45,7 @@ def digest_fields(domain: str, fields: Iterable[str]) -> str:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file such that every reader sees the old or the new one whole."""
+    """Replace a file atomically: every reader sees the old or the new contents."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     draft.write_bytes(content)

@@ -16,7 +16,7 @@ _WORDS = (
 )
 
 END_TOKENS = frozenset({"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "</s>"})
-"""Control tokens that end an answer whether or not the metadata says so."""
+"""Control tokens that end an answer even if the metadata do not say so."""
 
 
 class TokenType(IntEnum):
@@ -35,20 +35,20 @@ class Metadata(Protocol):
 
 
 def build_tokenizer(metadata: Metadata) -> Tokenizer:
-    """The tokenizer that the metadata describe.
+    """Build the tokenizer that the metadata describe.
 
-    Raises UnsupportedModel for another kind of vocabulary or an unknown way to split words.
+    Raises UnsupportedModel for another kind of vocabulary or an unknown pre-tokenizer.
     """
     kind = metadata.need("tokenizer.ggml.model")
     if kind != "gpt2":
         raise UnsupportedModel(
-            f"the GGUF file's tokenizer is of the kind {kind!r}; only byte-level BPE ('gpt2') can "
-            "be rebuilt. Use the model's Hugging Face directory, whose tokenizer.json is complete"
+            f"the tokenizer {kind!r} of the GGUF file is not supported, only byte-level BPE "
+            "('gpt2'). Use the model's Hugging Face directory, whose tokenizer.json is complete"
         )
     split = metadata.get("tokenizer.ggml.pre", "default")
     tokens: list[str] = metadata.need("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.need("tokenizer.ggml.merges")]
-    # Llama 3 looks whole words up before it merges.
+    # Llama 3 looks up whole words before merging.
     tokenizer = Tokenizer(
         models.BPE(
             vocab={token: index for index, token in enumerate(tokens)},
@@ -68,8 +68,8 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
 
 
 def adds_bos(metadata: Metadata) -> bool:
-    """Whether texts begin with the bos token: where the file does not say, as llama.cpp does for
-    its way to split words."""
+    """Whether texts begin with the bos token. If the file does not say, as in llama.cpp for this
+    pre-tokenizer."""
     split = metadata.get("tokenizer.ggml.pre", "default")
     return bool(metadata.get("tokenizer.ggml.add_bos_token", split == "llama-bpe"))
 
@@ -100,6 +100,6 @@ def _pre_tokenizer(split: str) -> pre.PreTokenizer:
             return pre.Sequence([pre.Split(Regex(_WORDS % ""), "isolated"), letters])
         case _:
             raise UnsupportedModel(
-                f"the GGUF file's tokenizer splits words as {split!r}, which is not known here; "
+                f"the pre-tokenizer {split!r} of the GGUF file is not supported; "
                 "use the model's Hugging Face directory"
             )

@@ -1,7 +1,7 @@
-"""Convert a GGUF file to a directory as Hugging Face lays it out.
+"""Convert a GGUF file to a Hugging Face directory.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Quantised tensors are
-dequantised; where the model is to be used in fp32, to fp16 (`stored_dtype`).
+dequantised; to fp16 if the model will be used in fp32 (`stored_dtype`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
 }
-"""GGUF's names to those of `config.json`. Mistral's files call themselves llama."""
+"""GGUF architecture -> architecture in `config.json`. Mistral's files are named llama."""
 
 PERMUTED = ("llama",)
-"""Architectures whose rows of q and k are stored in pairs that rotate together."""
+"""Architectures whose q and k rows are stored in pairs that rotate together."""
 
 HALF_MAX = 65_504.0
 """Greatest number of fp16."""
@@ -54,7 +54,7 @@ LAYER_NAMES = {
 class GgufFile:
     """Metadata and tensors of a GGUF file.
 
-    Raises ModelError where the package gguf is missing or the file is not readable as GGUF.
+    Raises ModelError if the package gguf is missing or the file is not valid GGUF.
     """
 
     def __init__(self, file: Path) -> None:
@@ -73,15 +73,15 @@ class GgufFile:
         self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Value of a metadata key, `default` where the file has none."""
+        """Value of a metadata key, or `default`."""
         field = self._reader.get_field(key)
         return default if field is None else field.contents()
 
     def need(self, key: str) -> Any:
-        """Value of a metadata key. Raises UnsupportedModel where the file has none."""
+        """Value of a metadata key. Raises UnsupportedModel if the file lacks it."""
         value = self.get(key)
         if value is None:
-            raise UnsupportedModel(f"{self.file} does not say {key}")
+            raise UnsupportedModel(f"{self.file} lacks the metadata key {key}")
         return value
 
     def values(self, name: str) -> npt.NDArray[np.float32]:
@@ -95,12 +95,12 @@ class GgufFile:
                 "package gguf cannot dequantise"
             ) from error
         shape = tuple(int(size) for size in reversed(tensor.shape))
-        # A copy where nothing was dequantised: the file's own pages are read-only.
+        # Copy if nothing was dequantised: the pages mapped from the file are read-only.
         return np.require(values, dtype=np.float32, requirements=["C", "W"]).reshape(shape)
 
 
 def convert_gguf(file: Path, directory: Path, dtype: torch.dtype) -> None:
-    """Write config.json, model.safetensors, tokenizer.json and their kin into `directory`."""
+    """Write config.json, model.safetensors, tokenizer.json and related files to `directory`."""
     source = GgufFile(file)
     parts = int(source.get("split.count", 0))
     if parts > 1:
@@ -154,13 +154,12 @@ def convert_gguf(file: Path, directory: Path, dtype: torch.dtype) -> None:
 def stored_dtype(
     values: npt.NDArray[np.float32], quantisation: str, dtype: torch.dtype
 ) -> torch.dtype:
-    """How a tensor of a model that will be used in `dtype` is stored.
+    """dtype in which to store a tensor of a model that will be used in `dtype`.
 
-    For fp32, what the file holds in fp32 or bf16 stays so. The rest goes to fp16, since a CPU
-    multiplies by weights that fp16 holds in half the time (`worker.models.linear`). For quantised
-    values that is a rounding, by 2^-12 of the value at most: little beside what quantisation to 4
-    to 8 bits has cost, but more than fp32's own. With SmolLM2 in Q4_1 it moved logits by 0.03 at
-    most, whose standard deviation is 2.
+    For fp32, tensors in fp32 or bf16 stay so. The rest is stored in fp16, because a CPU multiplies
+    by fp16 weights in half the time (`worker.models.linear`). This rounds quantised values by at
+    most 2^-12 of the value: little compared with quantisation to 4 to 8 bits, but more than fp32
+    does. With SmolLM2 in Q4_1 it changed logits, whose standard deviation is 2, by at most 0.03.
     """
     if dtype != torch.float32 or quantisation in ("F32", "F64"):
         return dtype
@@ -170,7 +169,7 @@ def stored_dtype(
 
 
 def unpermute(values: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
-    """Rows `[heads * head_dim, ...]` from neighbours-rotate order to halves-rotate order.
+    """Reorder rows `[heads * head_dim, ...]` from interleaved to half-split rotation order.
 
     GGUF stores the rows of a head as 0, d/2, 1, d/2 + 1, …; Hugging Face as 0, 1, 2, …
     """
@@ -185,8 +184,8 @@ def _config_of(source: GgufFile) -> dict[str, Any]:
     if architecture not in ARCHITECTURES or source.get(f"{architecture}.expert_count"):
         what = "mixture of experts" if architecture in ARCHITECTURES else "architecture"
         raise UnsupportedModel(
-            f"{source.file} holds the {what} {architecture!r}; supported are dense models of "
-            f"{', '.join(ARCHITECTURES)}"
+            f"{source.file} has the unsupported {what} {architecture!r}; supported are dense "
+            f"models of {', '.join(ARCHITECTURES)}"
         )
     hf_architecture, model_type = ARCHITECTURES[architecture]
 
@@ -199,9 +198,11 @@ def _config_of(source: GgufFile) -> dict[str, Any]:
     query_heads = need("attention.head_count")
     head_dim = get("attention.key_length", need("embedding_length") // query_heads)
     if get("rope.dimension_count", head_dim) != head_dim:
-        raise UnsupportedModel(f"{source.file} rotates only a part of each head")
+        raise UnsupportedModel(
+            f"{source.file} has partial rotary embeddings, which are not supported"
+        )
     if "token_embd.weight" not in source.tensors:
-        raise UnsupportedModel(f"{source.file} holds no token embeddings")
+        raise UnsupportedModel(f"{source.file} has no token embeddings")
     return {
         "architectures": [hf_architecture],
         "model_type": model_type,
@@ -241,12 +242,12 @@ def _rope_of(source: GgufFile, architecture: str) -> dict[str, Any]:
 
 
 def _shortest(value: float) -> float:
-    """GGUF stores fp32: the decimal number that was meant, 1e-5 and not 9.999999747378752e-06."""
+    """The decimal number that an fp32 of GGUF stands for: 1e-5, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
 def _target_name(name: str) -> str | None:
-    """Hugging Face name of a tensor; None for one that the configuration absorbs.
+    """Hugging Face name of a tensor; None for one that the configuration replaces.
 
     Raises UnsupportedModel for a tensor that no supported model has.
     """
@@ -258,7 +259,7 @@ def _target_name(name: str) -> str | None:
     parts = stem.split(".")
     if len(parts) == 3 and parts[0] == "blk" and parts[2] in LAYER_NAMES:
         return f"model.layers.{parts[1]}.{LAYER_NAMES[parts[2]]}.{kind}"
-    raise UnsupportedModel(f"the GGUF file holds the tensor {name}, which no supported model has")
+    raise UnsupportedModel(f"the GGUF file has the tensor {name}, which no supported model has")
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

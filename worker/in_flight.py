@@ -1,4 +1,4 @@
-"""Prefixes that running prefills are computing right now, and whether to wait for one."""
+"""Prefixes that running prefills are computing, and whether to wait for one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from worker.sequence import Sequence
 
 
 class InFlight:
-    """Blocks that running prefills have still to compute.
+    """Blocks that running prefills have not computed yet.
 
     blocks  hash of every such full block -> the sequence that computes it
     """
@@ -21,29 +21,29 @@ class InFlight:
         self.blocks: dict[bytes, Sequence] = {}
 
     def enter(self, sequence: Sequence) -> None:
-        """The sequence is about to compute its blocks that are not settled."""
+        """Add the blocks that the sequence will compute, those not settled."""
         for block_hash in islice(sequence.hashes, sequence.settled_blocks, None):
             self.blocks.setdefault(block_hash, sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """It will not compute, or not cache, those that it has not settled yet."""
+        """Remove the blocks that the sequence will not compute or not cache."""
         for block_hash in islice(sequence.hashes, sequence.settled_blocks, None):
             if self.blocks.get(block_hash) is sequence:
                 del self.blocks[block_hash]
 
     def worth_waiting_for(self, hashes: list[bytes], cached: int, limit: int) -> int:
-        """Leading blocks of a chain, at most `limit`, that there will be after a wait that pays;
-        0 where none does. `cached` of them are there now.
+        """Leading blocks of a chain, at most `limit`, that will be cached after a wait that pays
+        off; 0 if no wait does. `cached` of them are cached now.
 
         ```
         |<- cached ->|<- shared with the holder, in flight ->|<- the sequence's own ->|
                      |<------------- saved ----------------->|
               |<- holder still computes: the wait ---------->|
         ```
-        It pays where the wait is longer than computing the saved tokens by at most one chunk, that
-        is about one step: it then costs little or no time and spares the engine `saved` tokens.
-        Whom a sequence waits for is running, never waiting itself, so there is no deadlock; when
-        the holder ends or is preempted its blocks leave and the wait is over.
+        A wait pays off if it is at most one chunk (about one step) longer than computing the saved
+        tokens: it then costs little or no time and saves the engine `saved` tokens. The holder is
+        always running, never waiting, so there is no deadlock. When the holder ends or is
+        preempted, its blocks are removed and the wait ends.
         """
         if cached >= limit:
             return 0

@@ -1,4 +1,4 @@
-"""Compute a batch that failed once more, in halves, to find the items that cannot be computed."""
+"""Recompute a failed batch in halves, to find the items that cannot be computed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from worker.batch import BatchItem, Runner, check_sampled
 
 
 class Isolated(NamedTuple):
-    """What came of each item of a batch, by its index.
+    """Result per item of a batch, by its index.
 
-    sampled   as `Runner.execute` answers; None for an item that was not computed
-    failed    items that fail by themselves, with what they raise
-    starved   items for which memory does not suffice, even alone
+    sampled   as `Runner.execute` returns; None for an item that was not computed
+    failed    items that fail alone, with their exceptions
+    starved   items that do not fit in memory, even alone
     """
 
     sampled: list[int | None]
@@ -27,11 +27,11 @@ class Isolated(NamedTuple):
 
 
 def isolate(runner: Runner, batch: list[BatchItem]) -> Isolated:
-    """Compute what can be computed of a batch on which the runner raised.
+    """Compute the items of a batch that can be computed, after the runner raised.
 
-    Halving costs at most 2 * log2(n) + 1 runs for each of n items that fails. It changes no answer:
-    an item writes its own KV slots only, with the same values each time, and what is sampled
-    depends on its request alone. A prefill chunk for which memory does not suffice is halved too.
+    Halving costs at most 2 * log2(n) + 1 runs per failing item of n. It changes no answer: an item
+    writes only its own KV slots, with the same values each time, and its sampled token depends on
+    its request alone. A prefill chunk that does not fit in memory is halved too.
     """
     found = Isolated([None] * len(batch), {}, {})
     _compute(runner, batch, 0, found)
@@ -39,7 +39,7 @@ def isolate(runner: Runner, batch: list[BatchItem]) -> Isolated:
 
 
 def _compute(runner: Runner, items: list[BatchItem], first: int, found: Isolated) -> None:
-    """Items [first, first + len(items)) of the batch: at once, or else in halves."""
+    """Compute items [first, first + len(items)) of the batch, at once or in halves."""
     try:
         sampled = runner.execute(items)
         check_sampled(items, sampled, 0)
@@ -61,7 +61,7 @@ def _compute(runner: Runner, items: list[BatchItem], first: int, found: Isolated
 
 
 def _halves(item: BatchItem) -> tuple[BatchItem, BatchItem]:
-    """The same tokens in two steps, of which the second one samples."""
+    """The same tokens in two items; only the second one samples."""
     middle = len(item.token_ids) // 2
     return (
         replace(item, token_ids=item.token_ids[:middle], sample=False),

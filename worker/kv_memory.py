@@ -1,4 +1,4 @@
-"""Memory of the paged KV pool: its layout, what a block costs, how many blocks fit."""
+"""Memory of the paged KV pool: layout, block size in bytes, number of blocks that fit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from worker.models.config import ModelConfig
 
 CPU_POOL_BYTES = 1 << 30
 CPU_POOL_SHARE = 0.125
-"""On a CPU the pool takes at most so much, and at most that share of the free memory: other
-workers and the page cache live there too."""
+"""Limits of the pool on a CPU: this many bytes and this share of the free memory, because other
+workers and the page cache need memory too."""
 
 
 def kv_block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -29,9 +29,8 @@ def blocks_that_fit(
 ) -> int:
     """Usable blocks (block 0 not counted) for a pool on `device`; call it with weights loaded.
 
-    On CUDA `memory_share` of the memory that is free now, without `reserved_bytes` of it that the
-    steps take (`step_memory`). On a CPU a modest default.
-    Raises MemoryError where not even one block fits.
+    On CUDA, `memory_share` of the memory that is free now, minus `reserved_bytes` for steps
+    (`step_memory`). On a CPU, a small default. Raises MemoryError if not even one block fits.
     """
     block_bytes = kv_block_bytes(config, block_size, dtype)
     device = torch.device(device)
@@ -45,8 +44,9 @@ def blocks_that_fit(
     if blocks < 1:
         raise MemoryError(
             f"a KV pool of {pool_bytes} bytes on {device} ({free_bytes} bytes free, "
-            f"{reserved_bytes} of them kept for steps) holds no block of {block_bytes} bytes; free "
-            "memory, use a smaller model, max_batch_size, token_budget or block_size"
+            f"{reserved_bytes} of them reserved for steps) cannot hold one block of {block_bytes} "
+            "bytes. Free memory, or use a smaller model, max_batch_size, token_budget or "
+            "block_size"
         )
     return blocks
 
@@ -56,7 +56,7 @@ def new_pools(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Per layer keys and values, each `[kv_blocks + 1, block_size, kv_heads, head_dim]`.
 
-    Zeroed: under a mask a zero is harmless, a NaN would leak.
+    Zeroed: a masked zero has no effect, a masked NaN would.
     """
     shape = (kv_blocks + 1, block_size, config.kv_heads, config.head_dim)
     return [

@@ -1,4 +1,4 @@
-"""A heap of leaves from which any one can be taken out: what eviction policies are made of."""
+"""A heap of leaves from which any leaf can be removed, for eviction policies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 Key = TypeVar("Key", bound=tuple[float, ...])
 
 SPARE = 64
-"""Entries that may be out of date before the heap is made anew, beside as many as are not."""
+"""The heap is rebuilt when its stale entries outnumber the valid ones by this many."""
 
 
 class _Entry(NamedTuple, Generic[Key]):
@@ -18,10 +18,10 @@ class _Entry(NamedTuple, Generic[Key]):
 
 
 class LeafHeap(Generic[Key]):
-    """Blocks by key, the least first; among equal keys the one that came first.
+    """Blocks by key, the least first; equal keys in order of insertion.
 
-    A discarded block leaves its entry behind, which is skipped when it comes up. Every operation is
-    O(log leaves), taken over a run of them.
+    A discarded block leaves a stale entry, which is skipped later. Every operation is amortised
+    O(log leaves).
     """
 
     def __init__(self) -> None:
@@ -39,14 +39,14 @@ class LeafHeap(Generic[Key]):
         heapq.heappush(self._heap, _Entry(key, self._count, block))
 
     def discard(self, block: int) -> None:
-        """Take a block out, wherever it is. Raises KeyError where it is not in the heap."""
+        """Remove a block. Raises KeyError if it is not in the heap."""
         del self._stamps[block]
         if len(self._heap) > 2 * len(self._stamps) + SPARE:
             self._heap = [e for e in self._heap if self._stamps.get(e.block) == e.stamp]
             heapq.heapify(self._heap)
 
     def least(self) -> _Entry[Key] | None:
-        """The entry with the least key, which stays; None where the heap is empty."""
+        """The entry with the least key, without removing it; None if the heap is empty."""
         heap, stamps = self._heap, self._stamps
         while heap:
             entry = heap[0]
@@ -56,7 +56,7 @@ class LeafHeap(Generic[Key]):
         return None
 
     def pop(self) -> int:
-        """Take out the block with the least key. Raises IndexError where the heap is empty."""
+        """Remove the block with the least key. Raises IndexError if the heap is empty."""
         entry = self.least()
         if entry is None:
             raise IndexError("the heap of leaves is empty")

@@ -1,7 +1,8 @@
-"""What a worker's server and its engine process tell each other, as msgpack over one socket.
+"""Messages between a worker's server and its engine process, as msgpack over one socket.
 
-Order matters and is kept: an engine's `Stepped` messages tell its cache's changes in the order
-in which they happened, and `Flushed` stands between those before the flush and those after it.
+The order of messages matters and is preserved: `Stepped` messages report changes of the cache in
+the order in which they happened, and `Flushed` separates those before the flush from those after
+it.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from worker.prefill_speed import UNKNOWN, Speed
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server hands to the engine; travels between their processes as msgpack.
+    """A request from the server to the engine.
 
     token_ids       the prompt, `pack_tokens`
     namespace_root  32 bytes, `Namespace.for_request(adapter, salt).root(secret)`
-    sampling        `seed` is drawn by the server where the client gave none; stop strings are
-                    the server's concern (it cancels), the engine knows end tokens and limits only
+    sampling        the server draws `seed` if the client gave none; it also handles stop strings
+                    (by cancelling), the engine knows end tokens and limits only
     block_hashes    joined hashes of the prompt's full blocks; b"" lets the engine compute them
-    arrival         when the request arrived, seconds on the caller's clock
-    request_type    kind of work, for eviction by class; "" where nobody said
-    turn            1, 2, … in a conversation, for the same; 0 where nobody said
+    arrival         time of arrival, seconds on the caller's clock
+    request_type    kind of work, for eviction by class; "": unknown
+    turn            1, 2, … in a conversation, for the same; 0: unknown
     """
 
     request_id: str
@@ -37,12 +38,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Output(msgspec.Struct, gc=False):
-    """News of one request.
+    """Progress of one request.
 
     token_ids      new tokens, the end token included; the next step reads the list too
-    finish_reason  "" while it runs; else "stop" (end token), "length" (max_tokens or the end of
-                   the context), or "error". Exactly one output of a request has one; a
-                   cancelled request gets none
+    finish_reason  "" while it runs; then "stop" (end token), "length" (max_tokens or the end of
+                   the context), or "error". Exactly one output of a request has one, none if it was
+                   cancelled
     hit_tokens     prompt tokens reused when it was first admitted
     error          what went wrong, for "error"
     """
@@ -55,12 +56,11 @@ class Output(msgspec.Struct, gc=False):
 
 
 class Changes(msgspec.Struct, kw_only=True):
-    """Net change since the last take: `stored` and `evicted` are disjoint, parents come first in
+    """Net change since the last one: `stored` and `evicted` are disjoint, parents come first in
     `stored`, and a hash both stored and evicted in between is in neither.
 
-    received   ids of the requests added since the last take
-    cold       the same of the cold tiers, where there are any; `stored` and `evicted` are of the
-               device
+    received   ids of the requests added since the last change
+    cold       the same for the cold tiers, if any; `stored` and `evicted` are of the device
     """
 
     stored: list[bytes]
@@ -70,23 +70,24 @@ class Changes(msgspec.Struct, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts since the engine began.
+    """Counts since the engine started.
 
-    hits, partial_hits, misses   first admissions that reused all they could, some, nothing
+    hits, partial_hits, misses   first admissions that reused all they could, a part, nothing
     reused_tokens                prompt tokens not computed, at first admissions
-    resumed_tokens               tokens not computed again, when preempted ones came back
+    resumed_tokens               tokens not computed again when preempted requests were resumed
     computed_prompt_tokens       prefill tokens computed, recomputation after preemption included
-    held_requests                times that a request was held back for another's prefix
-    evictions                    cached blocks given up, for one of three reasons:
-    evictions_for_space          their room was needed
-    evictions_over_share         the cache held more than its share of the pool
-    evictions_expired            they had been of no use for too long (policy `ttl`)
+    held_requests                times that a request waited because another was computing its
+                                 prefix
+    evictions                    cached blocks evicted, the sum of three reasons:
+    evictions_for_space          another request needed the block
+    evictions_over_share         the cache exceeded its share of the pool
+    evictions_expired            the block was not used for too long (policy `ttl`)
     flushed_blocks               cached blocks dropped by flushes and new weights, or because a
                                  request that used them computed NaN or infinity
     pinned_blocks                blocks pinned now
-    duplicates                   blocks computed though another had cached them meanwhile
-    collisions                   equal hashes of unequal content seen, on a look-up or a commit
-    failed_steps                 steps that failed and were computed again, item by item if need be
+    duplicates                   blocks computed although another request had cached them meanwhile
+    collisions                   equal hashes of different contents seen, at a look-up or a commit
+    failed_steps                 steps that failed and were computed again in parts
     """
 
     hits: int
@@ -111,23 +112,23 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The cold tiers: counts since the engine began, and what is occupied now.
+    """The cold tiers: counts since the engine started, and occupancy now.
 
-    cpu_blocks, disk_blocks   blocks that host memory and disk hold now
-    …_capacity_blocks         room of each
-    …_loaded_blocks           blocks that came back from each
-    loads, failed_loads       loads that have ended; of these, those cut short by a block that was
-                              not as it should be, which was then computed
-    declined_loads            times that computing was estimated to be quicker than loading
+    cpu_blocks, disk_blocks   blocks in host memory and on disk now
+    …_capacity_blocks         blocks that each can hold
+    …_loaded_blocks           blocks loaded from each
+    loads, failed_loads       loads that have ended; of these, those that ended early at an invalid
+                              block, after which the rest was computed
+    declined_loads            loads not started because computing was estimated to be faster
     loaded_bytes              KV copied back to the device
     demoted_blocks            evicted blocks copied to host memory
-    refused_blocks            blocks that a tier did not take: all of it was in use just then
-    cpu_evictions, disk_evictions   blocks that each gave up for others
-    written_blocks, written_bytes   blocks written to disk, and their KV
+    refused_blocks            blocks that a tier did not store because all of its blocks were in use
+    cpu_evictions, disk_evictions   blocks that each evicted to make room for others
+    written_blocks, written_bytes   blocks written to disk, and bytes of their KV
     failed_writes             blocks that could not be written
-    orphaned_files            files found at the start without the block before them: removed
-    unusable_files            files found at the start that are no block of this model: not used
-    tier_collisions           equal hashes of unequal content
+    orphaned_files            files removed at the start because the block before theirs was missing
+    unusable_files            files ignored at the start because they hold no block of this model
+    tier_collisions           equal hashes of different contents
     """
 
     cpu_blocks: int
@@ -156,7 +157,7 @@ class EvictionAges(msgspec.Struct, frozen=True, kw_only=True):
     """Time from a block's last use to its eviction.
 
     bounds_s   upper bounds of the classes
-    counts     evictions in each class, and one count more for what was older
+    counts     evictions per class, and last a count of older ones
     sum_s      of all ages
     """
 
@@ -166,7 +167,7 @@ class EvictionAges(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """First line of the engine process's standard input (JSON): how to build the engine."""
+    """First line of the engine process's standard input, as JSON: how to build the engine."""
 
     socket: str
     settings: WorkerSettings
@@ -179,7 +180,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Forget a request. Unknown ones are ignored: they may have ended just now."""
+    """Cancel a request. Unknown ids are ignored, since the request may have just ended."""
 
     request_id: str
 
@@ -203,7 +204,7 @@ class GetStats(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pin(msgspec.Struct, frozen=True, tag=True):
-    """Keep the cached blocks of a prompt from eviction until the cache is flushed."""
+    """Protect the cached blocks of a prompt from eviction until the next flush."""
 
     ticket: int
     namespace_root: bytes
@@ -211,14 +212,14 @@ class Pin(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrepareWeights(msgspec.Struct, frozen=True, tag=True):
-    """Read another model of the same architecture into memory, and go on computing meanwhile."""
+    """Read another model of the same architecture into memory while requests run."""
 
     ticket: int
     model: str
 
 
 class ApplyWeights(msgspec.Struct, frozen=True, tag=True):
-    """End all requests, then compute with the model that was prepared last."""
+    """End all requests, then switch to the model that was prepared last."""
 
     ticket: int
 
@@ -231,10 +232,10 @@ ToEngine = Add | Cancel | Flush | GetBlocks | GetStats | Pin | PrepareWeights | 
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine turned out to be once its model was loaded.
+    """Description of the engine after its model was loaded.
 
-    kv_bytes_a_token   keys and values of one token in all layers
-    prefill            its speed before the first request
+    kv_bytes_a_token   bytes of keys and values of one token in all layers
+    prefill            prefill speed before the first request
     """
 
     model: ModelInfo
@@ -248,13 +249,13 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The model is loaded; requests may come."""
+    """The model is loaded and the engine accepts requests."""
 
     info: EngineInfo
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that the engine did not take: the fields of a RequestError."""
+    """A request that the engine rejected: the fields of a RequestError."""
 
     request_id: str
     message: str
@@ -265,9 +266,9 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """What happened since the last message. Sent at least once a second, as a sign of life.
+    """Events since the last message. Sent at least once per second, as a heartbeat.
 
-    failure   text of the last step's failure, "" where none failed
+    failure   text of the last step's failure; "" if it did not fail
     """
 
     outputs: list[Output]
@@ -286,7 +287,7 @@ class Flushed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Blocks(msgspec.Struct, frozen=True, tag=True):
-    """Answer to GetBlocks: joined hashes, and those of the cold tiers."""
+    """Answer to GetBlocks: joined hashes of the device and of the cold tiers."""
 
     ticket: int
     joined: bytes
@@ -311,13 +312,13 @@ class Pinned(msgspec.Struct, frozen=True, tag=True):
 
 
 class WeightsPrepared(msgspec.Struct, frozen=True, tag=True):
-    """Answer to PrepareWeights: they can be used."""
+    """Answer to PrepareWeights: the weights can be used."""
 
     ticket: int
 
 
 class WeightsLoaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Answer to ApplyWeights: what comes after this is of the new model, and of a new epoch."""
+    """Answer to ApplyWeights: later messages are of the new model and a new epoch."""
 
     ticket: int
     info: EngineInfo
@@ -326,14 +327,14 @@ class WeightsLoaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class NotDone(msgspec.Struct, frozen=True, tag=True):
-    """Answer to what could not be done; all is as before."""
+    """Answer to a command that failed without effect."""
 
     ticket: int
     reason: str
 
 
 class Died(msgspec.Struct, frozen=True, tag=True):
-    """Last words of an engine process that cannot go on."""
+    """Last message of an engine process that cannot continue."""
 
     reason: str
 

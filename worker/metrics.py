@@ -1,5 +1,5 @@
-"""The metrics of a worker: their definitions, and their values at a scrape. `cache_view` gives the
-same figures about the cache as JSON.
+"""The metrics of a worker: definitions, and values at a scrape. `cache_view` returns the figures of
+the cache as JSON.
 """
 
 from __future__ import annotations
@@ -181,11 +181,11 @@ PUBLISHED_WHOLE_SETS = _bus.counter(
 
 SECTIONS = (_load, _engine, _cache, _tiers, _bus)
 LABELS = ("model", "worker")
-"""Labels of all metrics of a worker, beside their own."""
+"""Labels that all metrics of a worker have, in addition to their own."""
 
 
 async def render_metrics(service: WorkerService) -> bytes:
-    """All metrics in Prometheus' text format. Raises EngineDead if the engine does not answer."""
+    """All metrics in Prometheus' text format. Raises EngineDead if the engine does not respond."""
     answer = await service.engine.stats()
     labels = dict(zip(LABELS, (service.info.model.model, service.name), strict=True))
     families = [
@@ -199,7 +199,7 @@ async def render_metrics(service: WorkerService) -> bytes:
 
 
 def load_metrics(load: Load, labels: dict[str, str]) -> Iterator[Metric]:
-    """What the worker publishes as its load."""
+    """Values of the load that the worker publishes."""
     yield PENDING_PREFILL_TOKENS.family(load.pending_prefill_tokens, labels)
     yield PENDING_PREFILL_PAIRS.family(load.pending_prefill_pairs, labels)
     yield RUNNING_REQUESTS.family(load.running, labels)
@@ -213,7 +213,7 @@ def load_metrics(load: Load, labels: dict[str, str]) -> Iterator[Metric]:
 def engine_metrics(
     stats: EngineStats, ages: EvictionAges, labels: dict[str, str]
 ) -> Iterator[Metric]:
-    """What the engine counts."""
+    """Values of the engine's counts."""
     yield STEPS.family(stats.steps, labels)
     yield FAILED_STEPS.family(stats.failed_steps, labels)
     yield COMPUTED_PROMPT_TOKENS.family(stats.computed_prompt_tokens, labels)
@@ -239,7 +239,7 @@ def engine_metrics(
 
 
 def tier_metrics(tiers: TierStats, labels: dict[str, str]) -> Iterator[Metric]:
-    """What the cold tiers count."""
+    """Values of the cold tiers' counts."""
 
     def of_each(definition: MetricDefinition, cpu: float, disk: float) -> Metric:
         return definition.family({("cpu",): cpu, ("disk",): disk}, labels)
@@ -274,7 +274,7 @@ def _service_metrics(service: WorkerService, labels: dict[str, str]) -> Iterator
 
 
 async def cache_view(service: WorkerService) -> CacheView:
-    """What the cache holds, reuses and evicts. Raises EngineDead where the engine is silent."""
+    """What the cache holds, reuses and evicts. Raises EngineDead if the engine does not respond."""
     answer = await service.engine.stats()
     stats, load, info = answer.stats, service.publisher.load, service.info
     evicted = sum(answer.ages.counts)

@@ -1,4 +1,4 @@
-"""Other weights for a running engine, read from files while it goes on computing with its own."""
+"""New weights for a running engine, read from files while it computes with the old ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Prepared(NamedTuple):
-    """A model in this machine's memory, ready to be copied to the device."""
+    """A model in host memory, ready to be copied to the device."""
 
     loaded: LoadedModel
     model: LlamaModel
@@ -32,29 +32,30 @@ class WeightChange:
     """One change of weights: `prepare` in a thread of its own, then `apply` between two steps."""
 
     def __init__(self, core: EngineCore, info: EngineInfo, settings: WorkerSettings) -> None:
-        """Raises ModelError where the engine has no weights to change."""
+        """Raises ModelError if the engine has no weights."""
         if not isinstance(core.runner, TorchRunner):
-            raise ModelError("this worker computes without weights: there are none to replace")
+            raise ModelError("this worker is emulated and has no weights to replace")
         self._core = core
         self._info = info
         self._settings = settings
         self._model = core.runner.model
 
     def prepare(self, path: str) -> Future[Prepared]:
-        """Load the model at `path`. The future fails with ModelError where it does not fit."""
+        """Load the model at `path`. The future fails with ModelError if it cannot replace the
+        current one."""
         executor = ThreadPoolExecutor(1, thread_name_prefix="new-weights")
         future = executor.submit(self._prepare, path)
         executor.shutdown(wait=False)
         return future
 
     def apply(self, prepared: Prepared) -> tuple[EngineInfo, list[Output]]:
-        """Compute with the new weights from now on.
+        """Switch to the new weights.
 
-        Returns what the engine is now, and the error outputs of the requests that had not ended.
-        Its model keeps the name under which it is served.
+        Returns the new description of the engine, and error outputs for the requests that had not
+        ended. The model keeps the name under which it is served.
         """
         outputs = self._core.fail_all(
-            "the weights were replaced while this request ran: send it again"
+            "the weights were replaced while this request ran; send it again"
         )
         self._core.forget_model(prepared.loaded.eos_token_ids)
         with torch.inference_mode():
@@ -68,9 +69,9 @@ class WeightChange:
         )
 
     def open_disk(self, info: EngineInfo) -> None:
-        """Have the disk tier of what the engine is now: what lies there is announced next.
+        """Open the disk tier of the new namespace; its blocks are announced next.
 
-        Where that fails the worker goes on without one.
+        If that fails, the worker continues without one.
         """
         core = self._core
         if core.tiers is None or not isinstance(core.runner, TorchRunner):
@@ -78,7 +79,7 @@ class WeightChange:
         try:
             folder, blocks = open_folder(self._settings, core.runner, info.model.namespace)
         except OSError as error:
-            log.warning("there is no disk tier from now on: %s", error)
+            log.warning("continuing without a disk tier: %s", error)
             folder, blocks = None, 0
         core.tiers.use_folder(folder, blocks)
 

@@ -1,7 +1,7 @@
-"""Folders that go with their owner, however it ends.
+"""Folders that are removed after their owner ended, even by a crash.
 
-The owner holds a lock on its folder, which the kernel releases when the process ends. Whoever makes
-the next folder of the same kind removes those whose lock is free.
+The owner holds a lock on its folder, which the kernel releases when the process ends. Creating the
+next folder of the same kind removes those whose lock is free.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ NO_LOCK = -1
 
 
 class OwnedFolder:
-    """A new folder `<parent>/<prefix>…`, for its owner's eyes only. `remove` it in the end.
+    """A new folder `<parent>/<prefix>…`, readable by its owner only. `remove` it at the end.
 
-    parent  "" takes the system's folder for temporary files
-    On a file system without locks for folders, such as NFS, an abandoned one stays.
+    parent  "": the system's folder for temporary files
+
+    On a file system that cannot lock folders, such as NFS, an abandoned folder stays.
     """
 
     def __init__(self, prefix: str, parent: str | Path = "") -> None:
@@ -34,10 +35,10 @@ class OwnedFolder:
                 self._lock = NO_LOCK
                 return
             if self._lock != NO_LOCK:
-                return  # else another process took it for abandoned before it was locked
+                return  # else another process removed it as abandoned before it was locked
 
     def remove(self) -> None:
-        """Remove the folder and what is in it. Doing it twice is harmless."""
+        """Remove the folder and its contents. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
         lock, self._lock = self._lock, NO_LOCK
         if lock != NO_LOCK:
@@ -48,7 +49,7 @@ def _remove_abandoned(root: Path, prefix: str) -> None:
     for entry in os.scandir(root):
         if not entry.name.startswith(prefix):
             continue
-        with contextlib.suppress(OSError):  # another user's, or gone just now
+        with contextlib.suppress(OSError):  # of another user, or just removed
             lock = _locked(Path(entry.path))
             if lock != NO_LOCK:
                 shutil.rmtree(entry.path, ignore_errors=True)
@@ -56,9 +57,9 @@ def _remove_abandoned(root: Path, prefix: str) -> None:
 
 
 def _locked(path: Path) -> int:
-    """Descriptor that holds the folder's lock; NO_LOCK where another has it or the folder is gone.
+    """Descriptor that holds the folder's lock; NO_LOCK if it is held or the folder is gone.
 
-    Raises OSError where it cannot be locked at all.
+    Raises OSError if the folder cannot be locked at all.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -1,4 +1,4 @@
-"""How much prefill lies ahead of all sequences together."""
+"""Total prefill that all sequences still need."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from worker.sequence import Sequence
 
 
 class PendingPrefill:
-    """Owner of the sequences' `pending_tokens`, whose sums it keeps.
+    """Owns the sequences' `pending_tokens` and their sums.
 
     tokens  sum of the pending tokens
     """
 
     def __init__(self) -> None:
         self.tokens = 0
-        self._squares = 0  # twice the pairs: whole numbers that add up exactly
+        self._squares = 0  # twice the pairs: integers, so that the sum is exact
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs of the pending tokens' attention."""
+        """Query-key pairs in the attention of the pending tokens."""
         return self._squares // 2
 
     def set(self, sequence: Sequence, tokens: int) -> None:
-        """So many of the sequence's last tokens are pending now."""
+        """Set how many of the sequence's last tokens are pending."""
         self.tokens += tokens - sequence.pending_tokens
         self._squares -= _squares(sequence)
         sequence.pending_tokens = tokens
         self._squares += _squares(sequence)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Raises InvariantError unless the sums are those of all sequences."""
+        """Raises InvariantError unless the sums agree with all sequences."""
         everybody = list(sequences)
         tokens = sum(sequence.pending_tokens for sequence in everybody)
         squares = sum(map(_squares, everybody))

@@ -1,4 +1,4 @@
-"""Prompts whose cached blocks stay until the next flush."""
+"""Pins: cached blocks of prompts that are protected from eviction until the next flush."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from worker.prefix_cache import PrefixCache
 
 
 class Pins:
-    """Blocks with one reference that is nobody's sequence.
+    """Blocks that hold one reference without a sequence.
 
-    blocks  those pinned now, at most `config.pin_limit`
+    blocks  the pinned blocks, at most `config.pin_limit`
     """
 
     def __init__(
@@ -28,10 +28,10 @@ class Pins:
         self.blocks: list[int] = []
 
     def pin(self, root: bytes, packed: bytes) -> int:
-        """Keep the cached blocks of a prompt, behind its namespace root, from eviction.
+        """Protect the cached blocks of a prompt below its namespace root from eviction.
 
-        Returns how many of its leading tokens are pinned now: less than all where they are not
-        cached or where the limit is reached.
+        Returns how many of its leading tokens are pinned now: fewer than all if some are not
+        cached or the limit is reached.
         """
         block_size = self._block_size
         count = len(packed) // 4 // block_size
@@ -49,11 +49,11 @@ class Pins:
                     break
                 self.blocks.append(block)
             kept += 1
-        # One reference each: of those pinned before, this second one goes.
+        # One reference each: drop the second one of blocks pinned before.
         self._cache.release([block for block in found[:kept] if block in pinned] + found[kept:])
         return kept * block_size
 
     def release(self) -> None:
-        """Let all go."""
+        """Unpin all."""
         self._cache.release(self.blocks)
         self.blocks = []

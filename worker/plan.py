@@ -1,4 +1,4 @@
-"""What the scheduler has planned for one step, and the batch that the runner gets for it."""
+"""The scheduler's plan of one step, and the batch that the runner gets for it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from worker.sequence import Sequence
 
 
 class Plan(NamedTuple):
-    """One step: one token of each that decodes, and of each other sequence so many."""
+    """One step: one token per decode, and a number of tokens per prefill."""
 
     decodes: Decodes
     prefills: dict[Sequence, int]
 
     def sequences(self) -> list[Sequence]:
-        """Who gets something, in the order of the batch."""
+        """The planned sequences, in batch order."""
         return [*self.decodes.sequences, *self.prefills]
 
     def without(
         self, left: set[int], sequences: list[Sequence], sampled: list[int | None]
     ) -> list[int | None]:
-        """Have the prefills follow when sequences, by index, have left the running ones.
+        """Remove sequences, by index, that are no longer running.
 
-        `sequences` is what it was before that. Returns what is left of `sampled`.
+        `sequences` is the list before that. Returns the remaining entries of `sampled`.
         """
         for index in left:
             self.prefills.pop(sequences[index], None)
@@ -33,7 +33,7 @@ class Plan(NamedTuple):
 
 
 def batch_of(plan: Plan) -> tuple[list[BatchItem], StepWork]:
-    """The runner's batch, and how much work it is."""
+    """The runner's batch, and the work in it."""
     batch = plan.decodes.items.copy()
     decodes = len(batch)
     prefill_tokens = prefill_squares = 0

@@ -1,14 +1,14 @@
-"""How quick this worker prefills: fitted from its own steps, robust to stalls.
+"""Prefill speed of this worker, fitted to its own steps and robust to stalls.
 
-A step takes `c + b × prefill tokens + e × pairs + d × decodes`, where a pair is one query
-looking at one key. Over a window of the latest steps with prefill, the four are fitted by
-iteratively reweighted, non-negative least squares on relative residuals: Huber's weights first,
-then Tukey's biweight, so that a step that was held up does not count. (Huber & Ronchetti,
+A step takes `c + b × prefill tokens + e × pairs + d × decodes`, where a pair is one query attending
+to one key. Over a window of the latest steps with prefill, the four are fitted by iteratively
+reweighted, non-negative least squares on relative residuals: Huber's weights first, then Tukey's
+biweight, so that a stalled step does not count. (Huber & Ronchetti,
 "Robust Statistics", 2nd ed., sections 7.8 and 4.8.)
 
-What is reported are two numbers: `b` with the steps' fixed cost spread over their tokens, which
-is also well determined where all chunks are of one size, and `e`. Until there are steps enough they
-are what was known at the start: timed in the empty pool (`worker.first_speed`), or a profile's.
+Two numbers are reported: `b` including the fixed cost of steps spread over their tokens, which is
+well determined even if all chunks have one size, and `e`. Until there are enough steps, the numbers
+are the initial ones: timed in the empty pool (`worker.first_speed`) or from a profile.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 WINDOW_STEPS = 256
-"""Steps with prefill that are looked at; older ones are forgotten."""
+"""Window of steps with prefill; older ones are dropped."""
 
 MIN_STEPS = 8
 MIN_TOKENS = 256
-"""Nothing is fitted before so many steps and prefill tokens."""
+"""Minimum of steps and prefill tokens before a fit."""
 
 FIT_EVERY_STEPS = 32
 """A fit takes about 1 ms."""
 
 DIGITS = 3
-"""Significant digits reported: smaller changes are no news."""
+"""Significant digits reported; smaller changes are not."""
 
 HUBER = 1.345
 TUKEY = 4.685
-"""Where residuals begin to count less / do not count, in robust standard deviations."""
+"""Residuals above which weights decrease (Huber) or are 0 (Tukey), in robust deviations."""
 
 RELUCTANCE = np.array([3e-4, 1e-9, 3e-4, 3e-4])
-"""Of fixed cost, tokens, pairs, decodes. Where steps look all alike, tokens explain them: that
-carries over to prompts of other sizes least badly."""
+"""Reluctance of fixed cost, tokens, pairs, decodes. If all steps are alike, tokens explain their
+time, which extrapolates best to prompts of other sizes."""
 
 LEAST_SPREAD = 0.01
-"""Relative residuals below this are never taken for outliers."""
+"""Relative residuals below this are never outliers."""
 
 FloatArray = NDArray[np.float64]
 
 
 class StepWork(NamedTuple):
-    """What one step computed.
+    """The work of one step.
 
     prefill_tokens   of all sequences
     prefill_pairs    query-key pairs of their attention
-    decodes          sequences that got one token more
-    synced           a token was sampled, so that the device has finished when the step returns
+    decodes          sequences that decoded one token
+    synced           a token was sampled, so the device has finished when the step returns
     """
 
     prefill_tokens: int
@@ -62,7 +62,7 @@ class StepWork(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """Seconds to prefill: for each token, and for each query-key pair of its attention."""
+    """Seconds of prefill per token and per query-key pair of its attention."""
 
     s_per_token: float = 0.0
     s_per_pair: float = 0.0
@@ -77,7 +77,7 @@ UNKNOWN = Speed()
 
 
 class PrefillSpeed:
-    """Give it every step; it tells `speed`: `first` until it knows better."""
+    """Add every step; `speed` is the fit, or `first` before there is one."""
 
     def __init__(self, first: Speed = UNKNOWN) -> None:
         self.speed = first
@@ -90,10 +90,10 @@ class PrefillSpeed:
         self._open_since = 0.0
 
     def observe(self, work: StepWork, began_s: float, ended_s: float) -> None:
-        """One step, with a clock in seconds at its begin and end.
+        """Add a step, with a clock in seconds at its start and end.
 
-        A step that samples nothing may still run on the device when it returns, so it is added
-        to the next one.
+        A step that samples nothing may still run on the device when it returns, so it is added to
+        the next one.
         """
         row = [1.0, float(work.prefill_tokens), float(work.prefill_pairs), float(work.decodes)]
         if self._open is not None:
@@ -114,7 +114,7 @@ class PrefillSpeed:
                 self._fit()
 
     def interrupted(self) -> None:
-        """A step failed: its time says nothing."""
+        """Ignore a failed step and its time."""
         self._open = None
 
     def _fit(self) -> None:
@@ -131,10 +131,10 @@ class PrefillSpeed:
 def fit_step_time(
     features: FloatArray, seconds: FloatArray, reluctance_of: FloatArray = RELUCTANCE
 ) -> FloatArray:
-    """Non-negative coefficients `[k]` with `features @ coefficients` near `seconds`, robustly.
+    """Robust non-negative coefficients `[k]` with `features @ coefficients` close to `seconds`.
 
-    features `[n, k]`: steps, prefill tokens, pairs, decodes, or what `reluctance_of` (`[k]`) is
-    for; seconds `[n]`, positive. Residuals count relative to the time they deviate from.
+    features `[n, k]`: steps, prefill tokens, pairs, decodes, or those of `reluctance_of` (`[k]`);
+    seconds `[n]`, positive. Residuals are relative to the measured time.
     """
     scale = features.max(axis=0)
     used = scale > 0
@@ -159,19 +159,19 @@ def fit_step_time(
 def _not_negative(
     columns: FloatArray, target: FloatArray, weights: FloatArray, reluctance: FloatArray
 ) -> FloatArray:
-    """Weighted least squares with coefficients that are not negative: `[k]`, k small.
+    """Weighted least squares with non-negative coefficients: `[k]`, k small.
 
-    The best of all sets of columns whose own solution is not negative is the optimum.
-    `reluctance` `[k]` keeps columns small that explain no more than others do.
+    The optimum is the best of all subsets of columns whose solution is non-negative. `reluctance`
+    `[k]` keeps columns small that explain no more than others.
     """
     k = columns.shape[1]
     weighted = columns * weights[:, None]
     gram, right = weighted.T @ columns, weighted.T @ target
     total = float(np.trace(gram))
-    if not total > 0:  # every row was taken for an outlier
+    if not total > 0:  # every row is an outlier
         return np.zeros(k)
     gram[np.diag_indices(k)] *= 1.0 + reluctance
-    gram[np.diag_indices(k)] += 1e-12 * total  # a column of outliers only
+    gram[np.diag_indices(k)] += 1e-12 * total  # a column with outliers only
     solution: FloatArray = np.linalg.solve(gram, right).astype(np.float64, copy=False)
     if (solution >= 0).all():
         return solution

@@ -1,9 +1,9 @@
-"""Full blocks by hash: longest match, storing, eviction, and what changed.
+"""The prefix cache: full blocks by hash, longest match, storing, eviction, changes.
 
-The cached set is *prefix-closed*: with a block, everything before it in its chain is cached. Three
-rules keep it so: a block is stored only below a cached parent; whoever references a cached block
-references all its cached prefix; only leaves are evicted. So the depth of a chain can be found by
-bisection, here and at the routers.
+The cached set is *prefix-closed*: it contains, with every block, all blocks before it in its chain.
+Three rules ensure this: a block is stored only below a cached parent; a sequence that references a
+cached block also references all blocks before it; only leaves are evicted. So the cached depth of a
+chain can be found by bisection, here and at the routers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from worker.tiers.cold_tiers import ColdTiers, Leaving
 
 
 class Probe(NamedTuple):
-    """A look-up without consequences.
+    """Result of a look-up that changes nothing.
 
     cached      leading blocks of the chain that are cached
-    referenced  leading blocks of these that running sequences reference (so they are not free)
+    referenced  leading blocks of these that running sequences reference, so that they are not free
     """
 
     cached: int
@@ -32,8 +32,8 @@ class Probe(NamedTuple):
 
 
 class Why(enum.IntEnum):
-    """Why a block was evicted: its room was needed, the cache had more than its share, or it had
-    been of no use for too long."""
+    """Eviction reason: the block was needed, the cache exceeded its share, or the block was not
+    used for too long."""
 
     SPACE = 0
     CAP = 1
@@ -41,23 +41,22 @@ class Why(enum.IntEnum):
 
 
 AGE_BOUNDS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0)
-"""Upper bounds of the classes in which ages at eviction are counted; a last one has none."""
+"""Upper bounds of the classes of ages at eviction; a last class has none."""
 
 
 class PrefixCache:
-    """Owner of the map from block hash to block.
+    """Owns the map from block hash to block.
 
-    A block's *content* is its packed tokens, at depth 0 behind the namespace root. Content and
-    parent are kept and compared, so that two blocks with equal hashes are told apart: a collision
-    is a miss.
+    A block's *content* is its packed tokens, at depth 0 after the namespace root. Content and
+    parent are stored and compared, so that a collision of hashes is a miss.
 
-    now             time of the step, seconds on the caller's clock, which sets it
-    keep_limit      blocks that may be cached while nobody references them
+    now             time of the step, seconds on the caller's clock; set by the caller
+    keep_limit      maximum of cached blocks that no sequence references
     evicted_for     evictions by reason (`Why`)
-    evicted_ages    evictions by age (time since the last use): one count for each of AGE_BOUNDS_S,
-                    not cumulative, and one for what is older
+    evicted_ages    evictions by age (time since the last use): one count per entry of AGE_BOUNDS_S,
+                    not cumulative, and one for older blocks
     evicted_age_s   sum of these ages, seconds
-    flushed         blocks dropped by flushes, or because their KV cannot be trusted
+    flushed         blocks dropped by flushes or because their KV may be invalid
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class PrefixCache:
         self._policy = policy
         self._tiers = tiers
         self._block_bytes = 4 * block_size
-        # Maps of bytes and ints only: the garbage collector does not walk them.
+        # Maps of bytes and ints only, which the garbage collector does not scan.
         self._blocks: dict[bytes, int] = {}
         self._hashes: dict[int, bytes] = {}
         self._contents: dict[int, bytes] = {}
@@ -94,7 +93,7 @@ class PrefixCache:
 
     @property
     def evictions(self) -> int:
-        """Blocks evicted, for whatever reason; those of flushes are not counted."""
+        """Blocks evicted for any reason, flushes excluded."""
         return sum(self.evicted_for)
 
     def hashes(self) -> list[bytes]:
@@ -106,9 +105,9 @@ class PrefixCache:
         return block in self._hashes
 
     def probe(self, hashes: Sequence[bytes], limit: int) -> Probe:
-        """How much of a chain is cached, at most `limit` blocks, in O(log limit).
+        """Count a chain's cached blocks, at most `limit`, in O(log limit).
 
-        Hashes only, contents are not compared: an upper bound where hashes collide.
+        Compares hashes only, not contents: an upper bound if hashes collide.
         """
         blocks, references = self._blocks, self._pool.references
         if not limit or hashes[0] not in blocks:
@@ -122,7 +121,7 @@ class PrefixCache:
     def acquire(
         self, root: bytes, hashes: Sequence[bytes], packed: bytes, limit: int, use: BlockUse
     ) -> list[int]:
-        """Longest match of at most `limit` blocks, each with one reference more.
+        """Longest match of at most `limit` blocks; adds a reference to each.
 
         `packed` holds the sequence's tokens, at least `limit` blocks of them.
         """
@@ -130,7 +129,7 @@ class PrefixCache:
         looked_up = list(map(self._blocks.get, islice(hashes, limit)))
         count = looked_up.index(None) if None in looked_up else len(looked_up)
         found: list[int] = looked_up[:count]  # type: ignore[assignment]  # up to the first None
-        # All at once, since nearly always all is as it should be: who was the parent, which tokens.
+        # Compare all parents and tokens at once, since mismatches are rare.
         chain = [0, *found]
         chain.pop()
         whole = b"".join(map(contents.__getitem__, found))
@@ -151,9 +150,9 @@ class PrefixCache:
         return found
 
     def allocate(self) -> int:
-        """A block to write, with one reference; evicts where nothing is vacant.
+        """A block to write, with one reference; evicts one if none is vacant.
 
-        Raises InvariantError where every block is referenced: look at `pool.free_blocks` first.
+        Raises InvariantError if every block is referenced; check `pool.free_blocks` first.
         """
         if not self._pool.vacant and self._pool.free_blocks:
             self._evict(self._policy.victim(self.now), Why.SPACE)
@@ -171,9 +170,9 @@ class PrefixCache:
         """Offer a block whose KV is written and final. Returns the block to use from now on.
 
         That is `block` itself, now cached; or the block that has this content already: then the
-        caller's reference has moved there, and `block` is given back (were both kept, evicting
-        one would announce a hash as gone that is still cached). 0 means that the hash belongs to
-        other content: nothing is cached, the caller keeps `block`.
+        caller's reference has moved to it and `block` is released (if both were cached, evicting
+        one would report a hash as evicted that is still cached). 0 means a collision: nothing is
+        cached and the caller keeps `block`.
 
         `parent` is the cached, referenced block before it, 0 at depth 0; `parent_key` is its
         hash, or the namespace root.
@@ -208,7 +207,7 @@ class PrefixCache:
         return block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give back a sequence's references, deepest block first (the LRU order needs it)."""
+        """Release a sequence's references, deepest block first, as the LRU order requires."""
         pool, hashes, children = self._pool, self._hashes, self._children
         last_used, now = pool.last_used, self.now
         for block in pool.drop_shared(blocks):
@@ -223,10 +222,10 @@ class PrefixCache:
             self._evict(self._policy.victim(self.now), Why.CAP)
 
     def wind_up(self) -> list[int]:
-        """All cached blocks that nobody references, as evictions would take them, but the last one
-        first: the most valuable first, and each behind the block that it continues.
+        """All unreferenced cached blocks in reverse eviction order: the most valuable first, and
+        each after its parent.
 
-        For the end of the cache's life: pool and policy let them go, and after this only `offer`
+        For the end of the cache's life: pool and policy drop them, and afterwards only `offer`
         and `hash_of` may be called.
         """
         order = []
@@ -238,7 +237,7 @@ class PrefixCache:
         return order[::-1]
 
     def offer(self, block: int, now: float) -> None:
-        """Have the cold tiers keep a cached block, used at `now`, and those before it."""
+        """Offer a cached block, used at `now`, and those before it to the cold tiers."""
         if self._tiers is not None:
             path = []
             above = block
@@ -253,12 +252,12 @@ class PrefixCache:
         return self._hashes[block]
 
     def expire(self) -> None:
-        """Drop what has been of no use for too long."""
+        """Drop blocks that were not used for too long."""
         while block := self._policy.expired(self.now):
             self._evict(block, Why.EXPIRED)
 
     def flush(self) -> None:
-        """Forget everything. Referenced blocks stay valid for who uses them."""
+        """Drop all blocks. Referenced blocks stay valid for their users."""
         # Children before parents, as in eviction.
         for block_hash, block in reversed(self._blocks.items()):
             if not self._pool.references(block):
@@ -273,8 +272,8 @@ class PrefixCache:
         self._contents.clear()
 
     def forget(self, blocks: Sequence[int]) -> set[int]:
-        """Drop these blocks, where they are cached, and all that continue them, from the cold tiers
-        too: their KV cannot be trusted. Returns all that were cached. O(cache).
+        """Drop those of these blocks that are cached, and all that continue them, also from the
+        cold tiers, because their KV may be invalid. Returns all that were cached. O(cache).
 
         Referenced blocks stay with the sequences that use them.
         """
@@ -296,7 +295,7 @@ class PrefixCache:
         return gone
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Hashes stored (parents first) and evicted since the last take, net and disjoint."""
+        """Hashes stored (parents first) and evicted since the last call, net and disjoint."""
         stored, evicted = list(self._stored), list(self._evicted)
         self._stored.clear()
         self._evicted.clear()
@@ -309,7 +308,7 @@ class PrefixCache:
                 f"block {block} is no leaf: cached {block_hash is not None}, "
                 f"{self._children[block]} children, {self._pool.references(block)} references"
             )
-        if self._tiers is not None and why is not Why.EXPIRED:  # no use here, none there
+        if self._tiers is not None and why is not Why.EXPIRED:  # expired: useless in tiers too
             self.offer(block, self.now)
         self._pool.vacate(block)
         self.evicted_for[why] += 1
@@ -319,7 +318,7 @@ class PrefixCache:
         self._drop(block)
 
     def _drop(self, block: int) -> None:
-        """Take a block without children out of the maps."""
+        """Remove a block without children from the maps."""
         if self._tiers is not None:
             self._tiers.left(block, self.now)
         block_hash = self._hashes.pop(block)
@@ -329,7 +328,7 @@ class PrefixCache:
         self._parents[block] = 0
 
     def _orphan(self, block: int) -> None:
-        """The block's parent has a child less."""
+        """Decrement the child count of the block's parent."""
         parent = self._parents[block]
         if parent:
             self._children[parent] -= 1
@@ -363,12 +362,14 @@ class PrefixCache:
             if parent:
                 children[parent] += 1
                 if parent not in self._hashes:
-                    raise InvariantError(f"block {block} is cached, its parent {parent} is not")
+                    raise InvariantError(f"block {block} is cached but its parent {parent} is not")
                 if references and not self._pool.references(parent):
-                    raise InvariantError(f"block {block} is referenced, its parent {parent} is not")
+                    raise InvariantError(
+                        f"block {block} is referenced but its parent {parent} is not"
+                    )
         if children != self._children:
             raise InvariantError("counts of cached children are wrong")
         if not kept <= self._hashes.keys():
             raise InvariantError(
-                f"blocks {sorted(kept - self._hashes.keys())} are kept, not cached"
+                f"blocks {sorted(kept - self._hashes.keys())} are kept but not cached"
             )

@@ -1,4 +1,4 @@
-"""What a request must be to enter the engine."""
+"""Validate a request before it enters the engine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ROOT_BYTES = 32
 def sequence_of(request: EngineRequest, order: int, config: EngineConfig) -> Sequence:
     """The request as a new sequence, the `order`-th to arrive.
 
-    Raises RequestError: 400 where it can never run (empty, too long, a token that the model does
-    not have), 500 where the worker's own server made it wrong.
+    Raises RequestError: 400 if it can never run (empty, too long, an unknown token), 500 if the
+    worker's own server made it invalid.
     """
     if request.sampling.max_tokens < 1:
         raise RequestError(
@@ -25,7 +25,7 @@ def sequence_of(request: EngineRequest, order: int, config: EngineConfig) -> Seq
             param="max_tokens",
         )
     if len(request.namespace_root) != ROOT_BYTES:
-        raise _internal(f"namespace root of {len(request.namespace_root)} bytes")
+        raise _internal(f"its namespace root has {len(request.namespace_root)} bytes")
     try:
         sequence = Sequence(request, order, config.sequence_limit)
     except ValueError as error:
@@ -35,7 +35,7 @@ def sequence_of(request: EngineRequest, order: int, config: EngineConfig) -> Seq
     if sequence.prompt_tokens >= config.sequence_limit:
         raise RequestError(
             f"the prompt has {sequence.prompt_tokens} tokens; with at least 1 to generate, "
-            f"this worker takes {config.sequence_limit - 1} at most: shorten it",
+            f"this worker takes {config.sequence_limit - 1} at most. Shorten it",
             param="prompt",
             code="context_length_exceeded",
         )
@@ -54,8 +54,8 @@ def sequence_of(request: EngineRequest, order: int, config: EngineConfig) -> Seq
 
 def _internal(what: str) -> RequestError:
     return RequestError(
-        f"the worker's server handed on a malformed request ({what}); this is a fault of the "
-        "worker, not of the request",
+        f"the worker's server passed an invalid request to the engine ({what}); this is a fault "
+        "of the worker, not of the request",
         status=500,
         type="server_error",
     )

@@ -1,4 +1,4 @@
-"""Run a step of the engine on torch: one forward pass for prefill chunks and decodes together."""
+"""Run the engine's steps on torch: one forward pass for prefill chunks and decodes together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from worker.step_layout import Step, StepLayout
 class TorchRunner:
     """Implements `worker.batch.Runner` with a model and its KV pool on one device.
 
-    Within a step the host waits for the device once: when it reads the sampled tokens.
+    Within a step the host waits for the device once, to read the sampled tokens.
 
     kv_blocks  usable blocks; the pool has one more, block 0, as padding
     """
@@ -42,9 +42,10 @@ class TorchRunner:
 
     @torch.inference_mode()
     def capture_decodes(self, max_batch_size: int, context_tokens: int, capture: Capture) -> None:
-        """From now on, replay steps of up to `max_batch_size` single tokens: see `DecodeGraphs`.
+        """Capture decode steps of up to `max_batch_size` sequences, then replay them
+        (`DecodeGraphs`).
 
-        Call it before the first step; the pool's block 0 is written to.
+        Call it before the first step. Overwrites block 0 of the pool.
         """
         self._graphs = DecodeGraphs(
             self.model,
@@ -60,8 +61,8 @@ class TorchRunner:
     def execute(self, batch: list[BatchItem]) -> list[int | None]:
         """One sampled token for each item with `sample`, None for the others.
 
-        Raises ValueError for an item that is empty, that its block table does not cover or that
-        writes outside the pool, MemoryError where the device or the host has no memory for it.
+        Raises ValueError for an item that is empty, exceeds its block table or writes outside the
+        pool, MemoryError if device or host memory does not suffice.
         """
         answers: list[int | None] = [None] * len(batch)
         if not batch:
@@ -76,13 +77,15 @@ class TorchRunner:
             if not out_of_memory(error):
                 raise
             if self.model.device.type == "cuda":
-                torch.cuda.empty_cache()  # what is cached in pieces of other sizes
-            raise MemoryError(f"a step of {len(batch)} sequences: {error}") from error
+                torch.cuda.empty_cache()  # freed memory cached in pieces of other sizes
+            raise MemoryError(
+                f"out of memory in a step of {len(batch)} sequences: {error}"
+            ) from error
         return answers
 
     @torch.inference_mode()
     def compute(self, batch: list[BatchItem]) -> tuple[list[int], Decoded]:
-        """All of a step but sampling: indices of the items that sample, and what these got."""
+        """Run a step: indices of the items that sample, and their tokens."""
         replayed = self._replayed(batch)
         if replayed:
             return replayed
@@ -103,7 +106,7 @@ class TorchRunner:
         return self._layout(batch).on(self.model.device)
 
     def _replayed(self, batch: list[BatchItem]) -> tuple[list[int], Decoded] | None:
-        """`compute` by a graph; None where the batch is too large or not of decodes only."""
+        """`compute` by a graph; None if the batch is too large or not decodes only."""
         if self._graphs is None:
             return None
         if not all(len(item.token_ids) == 1 and item.sample for item in batch):
@@ -116,7 +119,7 @@ class TorchRunner:
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch's error says that an allocation failed. For the host it has no class."""
+    """Whether torch's error means that an allocation failed. Host errors have no class."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 

@@ -1,8 +1,8 @@
-"""Pick the next tokens of a batch.
+"""Sample the next tokens of a batch.
 
-A token depends only on its row's logits and on (seed, output index), never on which other rows
-are in the batch: a request that is preempted and resumed, or served beside others, draws the
-same tokens. The draw inverts the cumulative distribution at a number hashed from the two.
+A token depends only on its row's logits and on (seed, output index), never on the other rows of the
+batch: a request draws the same tokens if it is preempted and resumed, or served beside others. The
+draw inverts the cumulative distribution at a number hashed from seed and output index.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from worker.batch import NOT_FINITE
 from worker.staging import upload
 
 GREEDY_BELOW = 1e-5
-"""Lower temperatures are greedy."""
+"""Temperatures below this are greedy."""
 
 NUCLEUS_CANDIDATES = 256
-"""On a CPU, top-p first looks at so many of the likeliest tokens, and sorts all only for rows whose
-nucleus is larger."""
+"""On a CPU, top-p first looks at this many of the likeliest tokens, and sorts all tokens only for
+rows with a larger nucleus."""
 
 
 class Draw(NamedTuple):
-    """How to pick one token: the request's sampling, and its place among the request's outputs."""
+    """How to sample one token: the request's parameters and the token's output index."""
 
     sampling: Sampling
     output_index: int
@@ -40,14 +40,15 @@ def uniform(seed: int, output_index: int) -> float:
 
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw], likeliest: torch.Tensor) -> torch.Tensor:
-    """One token id for each row of `logits` `[rows, vocabulary]` (fp32), on its device; NOT_FINITE
-    for a row with NaN or positive infinity, and for one of negative infinity alone.
+    """One token id per row of `logits` `[rows, vocabulary]` (fp32), on its device; NOT_FINITE for a
+    row with NaN or positive infinity, or with negative infinity only.
 
-    likeliest  `[rows]`, greatest logit of each row; becomes the answer, in place
-    On CUDA the host waits for nothing.
+    likeliest  `[rows]`, greatest logit of each row; overwritten with the result
+
+    On CUDA the host does not wait.
     Raises ValueError for a draw that is not greedy and has no seed.
     """
-    # The greatest is NaN where any is, so it speaks for the whole row.
+    # The greatest is NaN if any logit is, so it suffices to check it.
     wrong = logits.gather(1, likeliest[:, None])[:, 0].isfinite().logical_not_()
     random = [
         index for index, draw in enumerate(draws) if draw.sampling.temperature >= GREEDY_BELOW
@@ -60,7 +61,7 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw], likeliest: torch.Tensor)
 
 
 def _draw(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
-    """Token ids `[rows]`: temperature, then top-k, then top-p of what is left."""
+    """Token ids `[rows]`: temperature, then top-k, then top-p of the rest."""
     vocabulary = logits.shape[1]
     columns = upload(
         [
@@ -83,11 +84,11 @@ def _draw(logits: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
     weights = scaled.exp_()
     if any(draw.sampling.top_p < 1.0 for draw in draws):
         weights = _keep_top_p(weights, top_p)
-    # The distribution is summed in the vocabulary's order, in double: ties cannot reorder it.
+    # Sum in the order of the vocabulary, in double, so that ties cannot change the order.
     cumulative = weights.double().cumsum(dim=-1)
     total = cumulative[:, -1]
     target = torch.minimum(number * total, torch.nextafter(total, torch.zeros_like(total)))
-    # Logits that are not finite must not give a token outside the vocabulary.
+    # Logits that are not finite must not yield a token outside the vocabulary.
     drawn = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
     return drawn.clamp(max=vocabulary - 1)
 
@@ -108,7 +109,7 @@ def _keep_top_p(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     limited = top_p < 1.0
     candidates = min(NUCLEUS_CANDIDATES, weights.shape[1])
     if weights.device.type != "cpu":
-        candidates = weights.shape[1]  # deciding by mass would make the host wait
+        candidates = weights.shape[1]  # deciding by the mass would make the host wait
     threshold, complete = _nucleus_threshold(weights.topk(candidates, dim=-1).values, wanted)
     if candidates < weights.shape[1] and (limited & ~complete).any():
         open_rows = (limited & ~complete).nonzero()[:, 0]

@@ -1,8 +1,8 @@
-"""Which tokens of which sequences are computed in the next step.
+"""The scheduler: which tokens of which sequences the next step computes.
 
-There are no phases: in every step, each running sequence's computed tokens catch up with its
-tokens as far as the budget goes. A whole prompt, a chunk of it, the suffix after a cached prefix,
-recomputation after preemption and a decode (one token) are the same thing with other numbers.
+There are no phases: in every step, each running sequence's computed tokens catch up with its tokens
+as far as the budget allows. A whole prompt, a chunk of it, the suffix after a cached prefix,
+recomputation after preemption and a decode (one token) differ only in numbers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from worker.tiers.loading import Loading
 
 
 class Scheduler:
-    """Owner of the sequences' state, of the waiting queue and of the running set.
+    """Owns the sequences' state, the waiting queue and the running set.
 
-    Order of a step: decodes, then prefills already begun, then admissions from the queue's front.
-    A decode costs one token and somebody reads along; a prefill begun holds blocks that are worth
-    nothing before it is through.
+    Order of a step: decodes, then prefills already started, then admissions from the queue's front.
+    A decode costs one token and a client may be reading its stream; a started prefill holds blocks
+    that are useless before it is complete.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Scheduler:
         self._hash_block = hash_block
         self.pins = Pins(cache, config, hash_block)
         self.loading = None if tiers is None else Loading(tiers, pool, cache, config.block_size)
-        """Loads from cold tiers; None without such tiers."""
+        """Loads from cold tiers; None without cold tiers."""
         self.waiting: OrderedDict[str, Sequence] = OrderedDict()
         self.running: dict[str, Sequence] = {}
         self.decodes = Decodes(config.block_size)
-        """Those of the running that have nothing left to prefill."""
+        """The running sequences that have nothing left to prefill."""
         self._in_flight = InFlight(config)
         self.pending = PendingPrefill()
         self.hits = self.partial_hits = self.misses = 0
@@ -59,7 +59,7 @@ class Scheduler:
         self.preemptions = self.held_requests = 0
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence at the end."""
+        """Append a new sequence to the waiting queue."""
         self._extend_hashes(sequence)
         self.waiting[sequence.request_id] = sequence
         self._estimate(sequence, self._cache.probe(sequence.hashes, self._hit_limit(sequence))[0])
@@ -68,34 +68,34 @@ class Scheduler:
         """Plan one step. Every planned sequence has the blocks that its tokens need."""
         self.expire(now)
         for sequence in self.decodes.full[:]:
-            if sequence.due:  # no: it was preempted for another
+            if sequence.due:  # else it was preempted for another
                 self._grow(sequence)
         prefills: dict[Sequence, int] = {}
-        # Whoever runs has got a token of the budget, so there is one for each that decodes.
+        # The budget has at least one token per running sequence, so one for each decode.
         budget = self._plan_prefills(prefills, self._config.token_budget - len(self.decodes))
         self._admit(prefills, budget)
         if self.loading is not None:
-            self.loading.tiers.copy_out()  # the step overwrites what was evicted for it
+            self.loading.tiers.copy_out()  # the step overwrites blocks evicted for it
         return Plan(self.decodes, prefills)
 
     def steady_steps(self) -> int:
-        """How many steps from now on only decode: in them nothing is admitted, allocated, cached,
-        evicted or preempted, and no answer reaches its limit. None with cold tiers, whose loads
-        end when they end."""
+        """Number of coming steps that only decode: nothing is admitted, allocated, cached, evicted
+        or preempted, and no answer reaches its limit. 0 with cold tiers, whose loads end at any
+        time."""
         if self.loading is not None or len(self.decodes) < len(self.running):
             return 0
         steps = self.decodes.steps_alone()
         return steps if steps > 0 and self._admits_none() else 0
 
     def advance(self, steps: int, sampled: Iterable[Iterable[int]], now: float) -> None:
-        """What `schedule` and the commits of `steps` steady steps do, the last one at `now`."""
+        """Do what `schedule` and the commits of `steps` steady steps do, the last one at `now`."""
         self.expire(now)
         self._admit({}, self._config.token_budget - len(self.running))
         self.decodes.leap(steps, sampled)
 
     def commit_decodes(self, sampled: list[list[int]]) -> list[Sequence]:
-        """The forward pass has computed a token of each that decodes, and the next was sampled.
-        Returns those whose answers are at their limit."""
+        """Commit one computed and one sampled token per decode. Returns the sequences whose answers
+        are at their limit."""
         at_limit = []
         for sequence in self.decodes.advance(sampled):
             full, rest = divmod(sequence.computed_tokens, self._block_size)
@@ -109,8 +109,8 @@ class Scheduler:
         return at_limit
 
     def commit_prefill(self, sequence: Sequence, count: int, sampled: int | None) -> None:
-        """The forward pass has written the KV of `count` more tokens of the sequence, which ends
-        or joins `decodes` now where these were the last, after which one was sampled."""
+        """Commit `count` more prefill tokens whose KV was written. After the last one, from which a
+        token was sampled, the sequence ends or joins `decodes`."""
         self.pending.set(sequence, sequence.pending_tokens - count)
         self.computed_prompt_tokens += count
         if sampled is not None:
@@ -120,7 +120,7 @@ class Scheduler:
             self._settle(sequence, full)
 
     def end(self, sequence: Sequence) -> None:
-        """Take a sequence out at whatever stage it is, and give back what it holds."""
+        """Remove a sequence at any stage and release what it holds."""
         if sequence.status is Status.WAITING:
             del self.waiting[sequence.request_id]
             self.pending.set(sequence, 0)
@@ -129,14 +129,14 @@ class Scheduler:
         sequence.status = Status.ENDED
 
     def restart(self, sequence: Sequence) -> None:
-        """Compute a running sequence afresh, in blocks of its own: from now on it neither reuses
-        nor caches anything. Its outputs stay."""
+        """Recompute a running sequence in blocks of its own: from now on it neither reuses nor
+        caches anything. Its outputs stay."""
         sequence.isolated = True
         self.preempt(sequence)
 
     def distrust(self, blocks: list[int]) -> None:
-        """Forget what is cached of these blocks and behind them; running sequences go on with
-        theirs, but cache nothing more below a block that was forgotten."""
+        """Drop these blocks and their continuations from the cache. Running sequences continue with
+        theirs, but cache nothing more below a dropped block."""
         gone = self._cache.forget(blocks)
         if not gone:
             return
@@ -148,11 +148,11 @@ class Scheduler:
             self.loading.flush()
 
     def flush(self) -> None:
-        """Forget all cached blocks; running sequences go on with theirs.
+        """Drop all cached blocks. Running sequences continue with theirs.
 
-        What these computed before the flush must never be hit again, and a block computed later
-        would be cached without its parent. So a sequence that runs across a flush caches nothing
-        more, unless it is preempted and computed afresh. Pins end.
+        Blocks computed before the flush must never be hit again, and a block computed later would
+        be cached without its parent. So a sequence that runs during a flush caches nothing more,
+        unless it is preempted and recomputed. Pins end.
         """
         self.pins.release()
         self._cache.flush()
@@ -166,14 +166,14 @@ class Scheduler:
             self._estimate(sequence, 0)
 
     def expire(self, now: float) -> None:
-        """The clock goes on; cached blocks may have outlived their use."""
+        """Advance the clock and let cached blocks expire."""
         self._cache.now = now
         self._cache.expire()
         if self.loading is not None:
             self.loading.settle()
 
     def _plan_prefills(self, prefills: dict[Sequence, int], budget: int) -> int:
-        # Admission has given them all their blocks already.
+        # Their blocks were all allocated at admission.
         if self.pending.tokens:
             for sequence in self.running.values():
                 if not budget:
@@ -185,9 +185,9 @@ class Scheduler:
         return budget
 
     def _admit(self, prefills: dict[Sequence, int], budget: int) -> None:
-        """First come, first served: who does not fit keeps those behind out as well, or a long
-        prompt would starve. Only a request that is held back for another's prefix is passed by:
-        its wait is short, and it would compute nothing new.
+        """First come, first served: a request that does not fit also blocks those behind it, or a
+        long prompt would starve. Only a request that waits for another's prefix is overtaken: its
+        wait is short, and it would compute nothing new.
         """
         admitted = []
         for sequence in self.waiting.values():
@@ -225,7 +225,7 @@ class Scheduler:
             del self.waiting[sequence.request_id]
 
     def _admits_none(self) -> bool:
-        """Whether `_admit`, after decodes alone and with nobody's prefix in flight, admits none."""
+        """Whether `_admit` admits none, after decodes only and with no prefix in flight."""
         running = len(self.running)
         if not self.waiting or running >= min(
             self._config.max_batch_size, self._config.token_budget
@@ -237,16 +237,16 @@ class Scheduler:
         return total - referenced + running > self._pool.free_blocks
 
     def _place(self, sequence: Sequence, limit: int, referenced: int) -> bool:
-        """Pin the cached prefix, then allocate blocks for all the other tokens.
+        """Reference the cached prefix, then allocate blocks for all other tokens.
 
-        All at once, so that a prefill that has begun never waits for blocks. One block more for
-        each running sequence must stay free: each will want one within `block_size` steps, and
-        admitting into that would end in preemption. Nothing is taken where it does not suffice.
+        All at once, so that a started prefill never waits for blocks. One more block per running
+        sequence must stay free: each needs one within `block_size` steps, and using it here would
+        end in preemption. Allocates nothing if there are too few blocks.
         """
         pool = self._pool
         total = -(-len(sequence.tokens) // self._block_size)
         headroom = len(self.running)
-        # `referenced` blocks are in use already; all others, cached or not, come out of the free.
+        # `referenced` blocks are in use already; all others, cached or not, are free blocks.
         if total - referenced + headroom > pool.free_blocks:
             return False
         blocks: list[int] = []
@@ -255,7 +255,7 @@ class Scheduler:
             blocks = self._cache.acquire(
                 sequence.request.namespace_root, sequence.hashes, sequence.packed(), limit, use
             )
-        if total - len(blocks) + headroom > pool.free_blocks:  # less was found than probed
+        if total - len(blocks) + headroom > pool.free_blocks:  # the match is shorter than the probe
             self._cache.release(blocks)
             return False
         hit_blocks = len(blocks)
@@ -284,22 +284,22 @@ class Scheduler:
             self.partial_hits += 1
 
     def _grow(self, sequence: Sequence) -> None:
-        """One block more for a decode; preempts the latest arrived while none is free.
+        """Allocate one more block for a decode; preempts the latest arrival while none is free.
 
-        That may be the sequence itself. The earliest arrived is never preempted for others, so
-        somebody always gets on.
+        That may be the sequence itself. The earliest arrival is never preempted for others, so one
+        sequence always makes progress.
         """
         while not self._pool.free_blocks:
             victim = max(self.running.values(), key=lambda running: running.order)
-            self.preempt(victim)  # not back in this step: one of its blocks is taken
+            self.preempt(victim)  # not again in this step: one of its blocks is taken
             if victim is sequence:
                 return
         sequence.block_table.append(self._cache.allocate())
         self.decodes.full.remove(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Put a running sequence back at the queue's front. Outputs stay; its KV is looked up or
-        computed afresh."""
+        """Put a running sequence back at the front of the queue. Its outputs stay; its KV is looked
+        up or recomputed."""
         self._stop_running(sequence)
         sequence.status = Status.WAITING
         sequence.loaded = False
@@ -333,7 +333,7 @@ class Scheduler:
                 block_hash = hashes[index]
                 use = sequence.use(cache.now, index, block_size)
                 parent = cache.store(table[index], block_hash, parent, key, packed, use)
-                if not parent:  # a collision: what follows would hang below other content
+                if not parent:  # a collision: later blocks would be cached below other content
                     self._in_flight.leave(sequence)
                     sequence.publishes = False
                     break
@@ -344,13 +344,13 @@ class Scheduler:
         sequence.settled_blocks = full
 
     def _hit_limit(self, sequence: Sequence) -> int:
-        """Blocks that may be reused: all but the last token, so that there is one to compute."""
+        """Blocks that may be reused: those without the last token, which must be computed."""
         if not self._config.prefix_caching or sequence.isolated:
             return 0
         return (len(sequence.tokens) - 1) // self._block_size
 
     def _extend_hashes(self, sequence: Sequence) -> None:
-        """Hash all full blocks: before the first admission, or again with outputs after it."""
+        """Hash all full blocks: before the first admission, or later with the outputs."""
         if not self._config.prefix_caching or sequence.isolated:
             sequence.hashes = []
             return
@@ -396,7 +396,7 @@ class Scheduler:
                 )
         for sequence in self.waiting.values():
             if sequence.block_table or sequence.computed_tokens or sequence.settled_blocks:
-                raise InvariantError(f"{sequence.request_id} waits and holds KV")
+                raise InvariantError(f"{sequence.request_id} waits but holds KV")
         self.pending.check((*self.running.values(), *self.waiting.values()))
         for holder in self._in_flight.blocks.values():
             if self.running.get(holder.request_id) is not holder or not holder.publishes:

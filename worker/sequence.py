@@ -1,4 +1,4 @@
-"""A request inside the engine: its tokens, how far they are computed, and where their KV lies."""
+"""A request inside the engine: its tokens, how many are computed, and where their KV is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BIG_ENDIAN = sys.byteorder == "big"
 
 
 class Status(enum.Enum):
-    """Stage of a sequence. A preempted sequence is waiting again."""
+    """Stage of a sequence. A preempted sequence waits again."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -22,27 +22,27 @@ class Status(enum.Enum):
 
 
 class Sequence:
-    """One request with its state. The scheduler owns it; everybody else only reads.
+    """One request with its state. Only the scheduler writes to it.
 
     ```
     tokens       |<------------ prompt ------------>|<----- output ----->|
                  |<-- computed_tokens: KV is in the pool -->|<- to come ->|
-    block_table  | b0 | b1 | b2 | ...            whole blocks, may reach beyond
+    block_table  | b0 | b1 | b2 | ...            whole blocks, may be longer
     hashes       | h0 | h1 | h2 | ...            full blocks only
     settled      blocks [0, settled_blocks) are full and were offered to the cache
     ```
 
-    The newest output token is never computed yet: it is the input of the next step.
+    The newest output token is never computed: it is the input of the next step.
 
-    limit_tokens     prompt and output end here at the latest
+    limit_tokens     maximum of prompt and output tokens
     order            1, 2, 3, … in order of arrival
-    pending_tokens   prefill tokens still to compute: exact while running, an estimate that
-                     leaves cached tokens out while waiting; 0 once it only decodes
-    publishes        whether its further full blocks may enter the cache
-    held_for         hash of the block, being computed by another or loaded, that this one waits for
-    loaded           whether a load has been begun for it since it was queued
-    isolated         whether it reuses nothing and caches nothing, since its logits were not finite
-    due              step of `Decodes` after which it is looked at; 0 while it does not decode
+    pending_tokens   prefill tokens still to compute: exact while running, an estimate without
+                     cached tokens while waiting; 0 when it only decodes
+    publishes        whether its next full blocks may be cached
+    held_for         hash of the block, computed by another sequence or loaded, that it waits for
+    loaded           whether a load was started for it since it was queued
+    isolated         whether it neither reuses nor caches, because its logits were not finite
+    due              step of `Decodes` after which it is due; 0 while it does not decode
     hit_tokens       prompt tokens reused at the first admission; None before it
     """
 
@@ -68,16 +68,16 @@ class Sequence:
     )
 
     def __init__(self, request: EngineRequest, order: int, sequence_limit: int) -> None:
-        """`sequence_limit` is how many tokens of one sequence the engine can hold.
+        """`sequence_limit`: the engine's maximum of tokens in one sequence.
 
-        Raises ValueError where token ids or hashes are not whole.
+        Raises ValueError if the bytes of token ids or hashes are incomplete.
         """
         self.request = request
         self.request_id = request.request_id
         self.sampling = request.sampling
         self.order = order
-        # An array, not a list of objects: a 9th of the memory, packed already, and nothing that the
-        # garbage collector would walk in hundreds of long sequences.
+        # An array, not a list of objects: a ninth of the memory, packed already, and the garbage
+        # collector has nothing to scan in hundreds of long sequences.
         self.tokens = array("I")
         self.tokens.frombytes(request.token_ids)
         if BIG_ENDIAN:
@@ -100,8 +100,8 @@ class Sequence:
     def computed_tokens(self) -> int:
         """Leading tokens whose KV is in the pool; 0 unless running.
 
-        Kept nowhere, so that a decode changes nothing but the tokens: all are computed but those
-        pending, and the newest of a sequence without any.
+        Not stored, so that a decode changes only the tokens: all tokens are computed except the
+        pending ones or, without pending ones, the newest.
         """
         if self.status is not Status.RUNNING:
             return 0
@@ -134,11 +134,11 @@ class Sequence:
         return tokens.tobytes()
 
     def use(self, now: float, depth: int, block_size: int) -> BlockUse:
-        """What this use of its block at `depth` tells an eviction policy."""
+        """Description of the use of its block at `depth` for an eviction policy."""
         request = self.request
         blocks = self.prompt_tokens // block_size
         return BlockUse(now, depth, blocks, request.request_type, request.turn)
 
     def parent_key(self, index: int) -> bytes:
-        """What block `index` continues: the hash before it, the namespace root at index 0."""
+        """Parent of block `index`: the hash before it, or the namespace root at index 0."""
         return self.hashes[index - 1] if index else self.request.namespace_root

@@ -1,6 +1,6 @@
-"""A worker's HTTP server: gateways post prompts as tokens and get the client's bytes back.
+"""A worker's HTTP server: gateways post prompts as tokens and get the response for the client.
 
-    POST /generate      msgpack GenerateRequest -> OpenAI JSON, or server sent events
+    POST /generate      msgpack GenerateRequest -> OpenAI JSON, or server-sent events
     GET  /model         ModelInfo (JSON): tokenizer, chat template, namespace
     GET  /blocks        BlockList (msgpack): the cached set as the engine knows it
     GET  /health        200, or 503 with the reason
@@ -9,8 +9,8 @@
     POST /admin/flush   empty the cache: {"worker": ..., "epoch": ...}
     POST /admin/weights {"model": path}: load another model of the same architecture
 
-The response of `/generate` begins with the first token. Before that every failure has a status
-of its own; a closed connection cancels the request at any time.
+The response to `/generate` starts with the first token. A failure before that has its own HTTP
+status. A closed connection cancels the request at any time.
 """
 
 from __future__ import annotations
@@ -72,18 +72,18 @@ class WorkerServer:
     """A whole worker with its HTTP server. `start`, then `stop` once."""
 
     def __init__(self, settings: Settings, name: str) -> None:
-        """Raises ValueError where a setting that a worker needs is missing."""
+        """Raises ValueError if a setting that a worker needs is missing."""
         self.service = WorkerService(settings, name)
         self._runner: web.AppRunner | None = None
         self._stopping: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
-        """Where gateways reach the worker; "" before it has started."""
+        """URL at which gateways reach the worker; "" before it has started."""
         return self.service.url
 
     async def start(self) -> None:
-        """Load the model, open the server, publish. Raises EngineDead, or OSError for the port."""
+        """Load the model, open the port, publish the card. Raises EngineDead, OSError."""
         settings = self.service.settings.worker
         try:
             await self.service.load()
@@ -97,14 +97,14 @@ class WorkerServer:
             listener = socket.create_server((settings.host, settings.port), backlog=BACKLOG)
             await web.SockSite(self._runner, listener).start()
             host = settings.advertise_host or _reachable(settings.host)
-            netloc = f"[{host}]" if ":" in host else host  # an IPv6 address wants brackets
+            netloc = f"[{host}]" if ":" in host else host  # an IPv6 address needs brackets
             self.service.announce(f"http://{netloc}:{listener.getsockname()[1]}")
         except BaseException:
             await self._close()
             raise
 
     async def stop(self) -> None:
-        """Drain, sign off, end. A second call waits for the first."""
+        """Drain, remove the card, end. A second call waits for the first."""
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._drain_and_close())
         await asyncio.shield(self._stopping)
@@ -147,19 +147,19 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
         return _error(
-            RequestError("the worker failed; its log says why", status=500, type="server_error")
+            RequestError("the worker failed; see its log", status=500, type="server_error")
         )
 
 
 @web.middleware
 async def _admit(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Where the pool has a secret, only who knows it may come in; health and metrics are open."""
+    """If the pool has a secret, requests need its token, except for health and metrics."""
     token = pool_token(request.app[SERVICE].settings.secret)
     if token and request.path not in OPEN_PATHS:
         given = request.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
             raise RequestError(
-                "this worker takes requests from gateways with its pool's secret only "
+                "this worker only accepts requests from gateways with the secret of its pool "
                 "(STEMROUTE_SECRET)",
                 status=401,
                 type="authentication_error",
@@ -176,8 +176,8 @@ async def _generate(request: web.Request) -> web.StreamResponse:
     try:
         wanted = _decode_request(await request.read())
     except msgspec.DecodeError as error:
-        raise RequestError(f"the body is no GenerateRequest: {error}") from error
-    # From here to the engine nothing is awaited, so the request meets the weights it is hashed for.
+        raise RequestError(f"the body is not a valid GenerateRequest: {error}") from error
+    # No await from here to the engine, so that the weights match the hashes of the request.
     problem = service.problem()
     if problem:
         raise RequestError(problem, status=503, type=SERVICE_UNAVAILABLE)
@@ -190,7 +190,7 @@ async def _generate(request: web.Request) -> web.StreamResponse:
             code="model_not_found",
         )
     if len(wanted.token_ids) % 4:
-        raise RequestError("token_ids must hold 4 bytes a token", param="token_ids")
+        raise RequestError("token_ids must have 4 bytes per token", param="token_ids")
     with service.serving():
         outputs = service.engine.generate(_engine_request(wanted, service))
         async with contextlib.aclosing(outputs):
@@ -257,9 +257,9 @@ async def _answer(
                 await response.write(piece)
         await response.write_eof()
     except ConnectionResetError:
-        log.debug("request %s: its client left", wanted.request_id)
+        log.debug("request %s: the client disconnected", wanted.request_id)
     except (EngineDead, RequestError) as error:
-        # Too late for a status: end the connection in the middle, which the gateway notices.
+        # Too late for a status: abort the connection, which the gateway notices.
         log.warning("request %s failed while streaming: %s", wanted.request_id, error)
         if request.transport is not None:
             request.transport.close()
@@ -294,7 +294,7 @@ async def _blocks(request: web.Request) -> web.Response:
 async def _health(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     problem = service.problem()
-    bus = service.publisher.status.reason  # no reason to take no requests
+    bus = service.publisher.status.reason  # no reason to reject requests
     body = {"worker": service.name, "ready": not problem, "reason": problem, "bus": bus}
     return web.json_response(body, status=503 if problem else 200)
 
@@ -329,10 +329,10 @@ async def _weights(request: web.Request) -> web.Response:
 
 
 def _reachable(host: str) -> str:
-    """An address for gateways where the server listens on `host`."""
+    """Address for gateways if the server listens on `host`."""
     if host not in ("0.0.0.0", "::"):
         return host
-    import ray.util  # only where nobody said how this node is reached
+    import ray.util  # only if no address of this node is configured
 
     address: str = ray.util.get_node_ip_address()
     return address

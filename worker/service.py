@@ -1,4 +1,4 @@
-"""A worker's state: its engine process, the epoch of its cache, and what it publishes of itself."""
+"""A worker's state: its engine process, the epoch of its cache, and what it publishes."""
 
 from __future__ import annotations
 
@@ -25,25 +25,28 @@ from worker.warmup import WarmupError, warm_up
 log = logging.getLogger(__name__)
 
 PROBE_S = 1.0
-"""A silent engine is looked at so often; its end is an event."""
+"""Interval between checks for a silent engine; its end is an event."""
 
 RECORD_TRIES = 3
 RECORD_RETRY_S = 1.0
-"""A worker that starts while Redis is away asks it so often, then loads what its settings say."""
+"""Retries if Redis is unreachable at the start; after them the weights of the settings are
+loaded."""
 
 
 class WorkerService:
-    """A worker from start to end; `worker.server` gives it an HTTP face.
+    """A worker from start to end; `worker.server` is its HTTP interface.
 
         load() ──▶ starting ──announce()──▶ ready ──drain()──▶ draining ──close()──▶ gone
                                              └─ engine ends ─▶ failed
 
-    name   unique in the pool while it lives; a later life under the same name is a new epoch
+    name   unique in the pool while it runs; a restart under the same name is a new epoch
     """
 
     def __init__(self, settings: Settings, name: str) -> None:
         if not settings.redis_url:
-            raise ValueError("a worker needs redis_url (STEMROUTE_REDIS_URL): where it publishes")
+            raise ValueError(
+                "a worker needs the address of Redis: set redis_url (STEMROUTE_REDIS_URL)"
+            )
         self.settings = settings
         self.name = name
         self.engine = EngineClient(
@@ -66,9 +69,9 @@ class WorkerService:
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine is. Raises RuntimeError before it is ready."""
+        """Description of the engine. Raises RuntimeError before it is ready."""
         if self._info is None:
-            raise RuntimeError("the worker has not started yet")
+            raise RuntimeError("the worker is not ready yet")
         return self._info
 
     @property
@@ -80,7 +83,7 @@ class WorkerService:
 
     @property
     def epoch(self) -> int:
-        """The life of the cache that is published now."""
+        """The current epoch of the cache."""
         return self._epoch
 
     @property
@@ -89,17 +92,17 @@ class WorkerService:
         return self.settings.secret.encode()
 
     def problem(self) -> str:
-        """Why the worker cannot serve, in words; "" where it can."""
+        """Why the worker cannot serve; "" if it can."""
         if self._info is None:
             return "the worker is starting"
         if self._draining:
             return "the worker is draining"
         if self._replacing:
-            return "the worker is loading other weights"
+            return "the worker is loading new weights"
         return self.failure()
 
     def failure(self) -> str:
-        """Why the worker has to be replaced, in words; "" where it serves, or will by itself."""
+        """Why the worker has to be replaced; "" if it serves, or will without help."""
         if self.publisher.status.superseded:
             return self.publisher.status.reason
         return self.engine.problem()
@@ -107,7 +110,7 @@ class WorkerService:
     async def load(self) -> EngineInfo:
         """Start the engine, load its model and warm up.
 
-        Raises EngineDead where it cannot, WarmupError where the warm-up file cannot be used.
+        Raises EngineDead if that fails, WarmupError if the warm-up file cannot be used.
         """
         info = await self.engine.start(await self._look_up())
         await self._warm_up(info)
@@ -115,7 +118,7 @@ class WorkerService:
         return info
 
     def announce(self, url: str) -> None:
-        """Publish the card: gateways may send requests to `url` from now on."""
+        """Publish the card, so that gateways send requests to `url`."""
         self.url = url
         self._begin_epoch()
         for changes, load in self._early:
@@ -128,12 +131,12 @@ class WorkerService:
         log.info("worker %s serves %s at %s", self.name, self.info.model.model, url)
 
     async def flush(self) -> int:
-        """Empty the cache, begin a new epoch and return it."""
+        """Flush the cache, begin a new epoch and return it."""
         await self.engine.flush()
         return self._epoch
 
     async def load_weights(self, model: str) -> int:
-        """`change_weights`, to its end: whoever asked may go away in between."""
+        """Run `change_weights` to its end, even if the caller is cancelled."""
         task = asyncio.create_task(self.change_weights(model), name="new weights")
         self._tasks.append(task)
         task.add_done_callback(self._forget_task)
@@ -142,14 +145,14 @@ class WorkerService:
     async def change_weights(self, model: str) -> int:
         """Serve another model of the same architecture under the same name; return its epoch.
 
-        While the model is read, nothing changes. Then new requests are turned away, and those that
-        run may end, as long as at a drain; what has not ended then fails with the reason. The pool
-        remembers the model for workers that replace others. Raises RequestError: 400 where the
-        model cannot be used (then all is as before), 409 where weights are being loaded already.
+        The worker serves while the model is read. Then it rejects new requests and lets running
+        ones end within the time limit of a drain; the rest fails with the reason. The model is
+        stored in Redis for workers that replace others. Raises RequestError: 400 if the model
+        cannot be used (without effect), 409 if weights are being loaded already.
         """
         if self._changing.locked():
             raise RequestError(
-                "this worker is loading other weights already: try again when it is ready",
+                "this worker is already loading new weights; try again when it is ready",
                 status=409,
                 code="weights_loading",
             )
@@ -166,7 +169,7 @@ class WorkerService:
                 self._tasks.append(asyncio.create_task(self._remember(model), name="record"))
                 await self._warm_up(self.info)
             except WarmupError as error:
-                log.error("the new weights serve without a warm-up: %s", error)
+                log.error("warm-up failed; serving the new weights without it: %s", error)
             finally:
                 self._replacing = False
                 if not self._draining and not self.engine.problem():
@@ -174,18 +177,18 @@ class WorkerService:
         return self._epoch
 
     async def _look_up(self) -> GivenWeights | None:
-        """What the pool remembers: other weights than those in the settings, and the last epoch
-        under this name, which the next one has to follow even where the clock was set back."""
+        """Read from Redis: weights that replace those in the settings, and the last epoch under
+        this name, which the next one must exceed even if the clock was set back."""
         for _ in range(RECORD_TRIES):
             try:
                 self._epoch_floor = await self._record.last_epoch(self.name)
                 given = await self._record.weights(self.settings.worker.model)
             except (RedisError, OSError, TimeoutError) as error:
-                log.warning("cannot ask Redis which weights the pool has: %s", trouble(error))
+                log.warning("cannot read the pool's weights from Redis: %s", trouble(error))
                 await asyncio.sleep(RECORD_RETRY_S)
                 continue
             if given is not None:
-                log.info("the pool was given the weights of %s by a reload", given.model)
+                log.info("loading %s, to which the pool was reloaded", given.model)
             return given
         return None
 
@@ -196,14 +199,16 @@ class WorkerService:
                 await self._record.give_weights(self.settings.worker.model, given)
                 return
             except (RedisError, OSError, TimeoutError) as error:
-                log.warning("cannot tell Redis which weights the pool has: %s", trouble(error))
+                log.warning(
+                    "cannot store the pool's weights in Redis, retrying: %s", trouble(error)
+                )
                 await asyncio.sleep(RECORD_RETRY_S)
 
     def _forget_task(self, task: asyncio.Task[int]) -> None:
         if task in self._tasks:
             self._tasks.remove(task)
         if not task.cancelled() and task.exception() is not None:
-            log.warning("the weights have not been changed: %s", task.exception())
+            log.warning("the weights were not changed: %s", task.exception())
 
     async def _warm_up(self, info: EngineInfo) -> None:
         path = self.settings.worker.warmup_file
@@ -217,7 +222,7 @@ class WorkerService:
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
-        """Counts a request as in flight, for draining."""
+        """Count a request as in flight, for draining."""
         self._in_flight += 1
         self._idle.clear()
         try:
@@ -228,14 +233,14 @@ class WorkerService:
                 self._idle.set()
 
     async def drain(self) -> None:
-        """Take no more requests and wait for those in flight, but not for ever."""
+        """Take no more requests and wait for those in flight, up to a time limit."""
         self._draining = True
         if self._epoch and not self.engine.problem():
             self.publisher.set_state("draining")
             await self._until_idle()
 
     async def close(self) -> None:
-        """Sign off and end the engine. Requests in flight fail."""
+        """Remove the card and end the engine. Requests in flight fail."""
         tasks, self._tasks = list(self._tasks), []
         for task in tasks:
             task.cancel()
@@ -297,7 +302,7 @@ class WorkerService:
         self.publisher.update(load=load, received=received)
 
     async def _watch_engine(self) -> None:
-        """Tell routers at once when the engine ends; Ray learns it from the health check."""
+        """Report the engine's end to routers at once; Ray learns it from the health check."""
         while not (problem := self.engine.problem()):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PROBE_S):

@@ -1,4 +1,4 @@
-"""Data on its way to the device and back. Only the way back makes the host wait."""
+"""Copies to the device and back. Only copies back make the host wait."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 def staging_buffer(size: int, device: torch.device) -> torch.Tensor:
-    """`[size]` int64 on the host, pinned where `device` is CUDA: only then is a copy asynchronous.
+    """`[size]` int64 on the host, pinned for CUDA, so that copies are asynchronous.
 
-    Take a new one for every copy. torch keeps freed pinned memory from being handed out again
-    before the copies that read it are through, and hands it out again after that.
+    Allocate a new one for every copy: torch reuses freed pinned memory only after the copies that
+    read it have ended.
     """
     return torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
 

@@ -31,9 +31,9 @@ class Step(NamedTuple):
 
 
 class HostStep(NamedTuple):
-    """A batch in the order of its sequences, still on the host.
+    """A batch in layout order, on the host.
 
-    flat     int64, pinned where the device is CUDA:
+    flat     int64, pinned if the device is CUDA:
              token ids | positions | slots | lengths | logit rows | row starts | block tables
     sizes    of these parts
     sampled  indices in the batch of the items that sample, in the order of the layout
@@ -49,7 +49,7 @@ class HostStep(NamedTuple):
     context_lens: list[int]
 
     def on(self, device: torch.device) -> Step:
-        """The batch on `device`, queued behind what the device does now."""
+        """Copy the batch to `device`, queued behind its current work."""
         parts = torch.split_with_sizes(self.flat.to(device, non_blocking=True), self.sizes)
         token_ids, positions, slots, lengths, logit_rows, row_starts, tables = parts
         return Step(
@@ -80,12 +80,12 @@ class StepLayout:
         self._tables = BlockTables(block_size)
 
     def __call__(self, batch: Sequence[BatchItem], pad_to: int = 0) -> HostStep:
-        """Flatten a batch: single tokens first, longest context first, then prefill chunks.
+        """Flatten a batch: decodes first, longest context first, then prefill chunks.
 
         A batch of single tokens may be padded to `pad_to` sequences: those added compute token 0
         at position 0 of block 0, which no request reads.
-        Raises ValueError for an item that is empty, that its block table does not cover or that
-        writes outside the pool.
+        Raises ValueError for an item that is empty, exceeds its block table or writes outside the
+        pool.
         """
         size = self.block_size
         order = sorted(range(len(batch)), key=lambda index: _place(batch[index]))
@@ -110,7 +110,7 @@ class StepLayout:
         sampled = [index for index in order if batch[index].sample]
         sizes = [rows, rows, rows, sequences, len(sampled), sequences + 1, sequences * widest]
         flat = staging_buffer(sum(sizes), self._device)
-        # Views of the one buffer: what is written to them is what gets copied.
+        # Views of the one buffer that is copied.
         token_ids, positions, slots, lengths, logit_rows, row_starts, flat_tables = (
             part.numpy() for part in torch.split_with_sizes(flat, sizes)
         )
@@ -164,5 +164,5 @@ class StepLayout:
 
 
 def _place(item: BatchItem) -> tuple[bool, int]:
-    """Sort key: single tokens before chunks, the longest context first."""
+    """Sort key: decodes before chunks, the longest context first."""
     return len(item.token_ids) > 1, -item.start

@@ -1,8 +1,8 @@
-"""Device memory that steps take beside weights and KV pool, computed before the pool is sized.
+"""Device memory that steps need besides weights and KV pool, computed before the pool is sized.
 
-Upper bounds from the shapes of the tensors that are alive at once in `LlamaModel.forward`, in
-`sampler`, and in `DecodeGraphs`, for attention by `triton`, which gathers nothing. What libraries
-take for themselves (cuBLAS's workspace, kernels' code) is not in them.
+Upper bounds from the shapes of the tensors alive at the same time in `LlamaModel.forward`, in
+`sampler`, and in `DecodeGraphs`, for attention by `triton`, which gathers nothing. Memory of
+libraries (cuBLAS's workspace, kernel code) is not included.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ INDEX_BYTES = 8
 FLOAT_BYTES = 4
 
 SAMPLING_BYTES = 40
-"""Of each logit of a step in which every row draws with top-k and top-p: the logits, those of the
-random rows, their weights, and the greatest sort or sum at a time: 4 + 4 + 4, then at most values
-and indices with a copy of both (4 + 8 + 4 + 8), or values, doubles and their sums (4 + 8 + 8)."""
+"""Bytes per logit of a step in which every row draws with top-k and top-p: the logits, those of the
+random rows and their weights, 4 + 4 + 4; then the larger of a sort, values and indices with a copy
+of both (4 + 8 + 4 + 8), and a sum, values, doubles and their sums (4 + 8 + 8)."""
 
 
 class StepLimits(NamedTuple):
@@ -32,11 +32,11 @@ class StepLimits(NamedTuple):
 
 
 def row_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Activations of one token at the point of a layer where most are alive.
+    """Bytes of activations per token at the peak of a layer.
 
-    That is either the rotation, computed in fp32 (heads, halves, products, result: 12 bytes an
-    element), or the gated MLP, where both halves of gate and up, the activation and the product
-    are there; around them the residual stream, queries, keys, values and what attention returned.
+    The peak is either the rotation, computed in fp32 (heads, halves, products, result: 12 bytes per
+    element), or the gated MLP with both halves of gate and up, the activation and the product;
+    plus the residual stream, queries, keys, values and the attention's result.
     """
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
@@ -49,7 +49,7 @@ def row_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def step_bytes(config: ModelConfig, dtype: torch.dtype, limits: StepLimits) -> int:
-    """The largest step launch by launch: its inputs, activations and sampling."""
+    """Bytes of the largest step without a graph: inputs, activations and sampling."""
     inputs = 3 * limits.token_budget + limits.max_batch_size * (2 * limits.blocks_of_sequence + 3)
     activations = limits.token_budget * row_bytes(config, dtype)
     logits = limits.max_batch_size * config.vocab_size * max(SAMPLING_BYTES, _logit_bytes(dtype))
@@ -59,12 +59,12 @@ def step_bytes(config: ModelConfig, dtype: torch.dtype, limits: StepLimits) -> i
 def graph_bytes(
     config: ModelConfig, dtype: torch.dtype, limits: StepLimits, splits: dict[int, int]
 ) -> int:
-    """What replayed decodes keep: inputs and partial sums of every size, the block table, tokens
-    and logits, and the scratch memory of the largest size.
+    """Bytes of replayed decodes: inputs and partial sums of every size, the block table, tokens and
+    logits, and the scratch memory of the largest size.
 
-    splits  into how many parts attention splits keys, for each batch size that is captured
+    splits  parts into which attention splits keys, per captured batch size
     """
-    batch = max(splits)  # captured whether or not the token budget lets so many in
+    batch = max(splits)  # captured even if the token budget admits fewer sequences
     inputs = sum(4 * size + size + 1 for size in splits) + batch * (limits.blocks_of_sequence + 1)
     sums = sum(size * parts for size, parts in splits.items() if parts > 1)
     kept = INDEX_BYTES * inputs + FLOAT_BYTES * batch * config.vocab_size
@@ -76,7 +76,7 @@ def graph_bytes(
 def splits_of_sizes(
     config: ModelConfig, max_batch_size: int, context_tokens: int, processors: int
 ) -> dict[int, int]:
-    """`splits` of `graph_bytes` for a device with so many streaming multiprocessors."""
+    """`splits` of `graph_bytes` for a device with this many streaming multiprocessors."""
     from worker.attention.triton import splits_of  # not every machine has triton
 
     return {
@@ -86,5 +86,5 @@ def splits_of_sizes(
 
 
 def _logit_bytes(dtype: torch.dtype) -> int:
-    """Of a logit as it is computed: in the model's dtype, and in fp32 where that is another."""
+    """Bytes per computed logit: in the model's dtype, plus fp32 if the dtype differs."""
     return FLOAT_BYTES if dtype == torch.float32 else dtype.itemsize + FLOAT_BYTES

@@ -1,4 +1,4 @@
-"""Warm-up: prompts that are computed, cached and pinned before the worker says that it is ready."""
+"""Warm-up: prompts computed, cached and pinned before the worker reports that it is ready."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SEPARATOR = "---"
 
 
 class WarmupError(ValueError):
-    """A warm-up file that cannot be used. The text names it and says what to change."""
+    """A warm-up file that cannot be used. The message names it and says what to change."""
 
 
 class Warmed(NamedTuple):
-    """What a warm-up did: prompts and tokens computed or found, and tokens pinned of them."""
+    """Result of a warm-up: prompts and tokens computed or found, and tokens of them pinned."""
 
     prompts: int
     tokens: int
@@ -31,10 +31,10 @@ class Warmed(NamedTuple):
 
 
 def read_prompts(path: str) -> list[str]:
-    """The prompts of a UTF-8 text file, separated by lines that hold `---` only.
+    """The prompts of a UTF-8 text file, separated by lines of `---`.
 
-    A prompt is the text as the model sees it, so a system prompt is written as the chat template
-    writes it. Line ends around the separators are no part of it. Raises WarmupError.
+    A prompt is the text as the model sees it, so write a system prompt as the chat template renders
+    it. Line ends around separators are not part of a prompt. Raises WarmupError.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -54,10 +54,10 @@ def read_prompts(path: str) -> list[str]:
 
 
 async def warm_up(engine: EngineClient, model: ModelInfo, secret: bytes, path: str) -> Warmed:
-    """Compute every prompt of the file and pin its blocks, as far as the pins' share goes.
+    """Compute every prompt of the file and pin its blocks, up to the limit of pins.
 
-    The prompts are of the shared namespace: no adapter, no tenant. Raises WarmupError for a file or
-    a prompt that cannot be used, EngineDead where the engine ends.
+    The prompts are of the shared namespace: no adapter, no tenant. Raises WarmupError for an
+    unusable file or prompt, EngineDead if the engine ends.
     """
     tokenizer = Tokenizer.from_str(model.tokenizer_json)
     root = model.namespace.root(secret)
@@ -68,7 +68,7 @@ async def warm_up(engine: EngineClient, model: ModelInfo, secret: bytes, path: s
         if len(ids) >= model.context_tokens:
             raise WarmupError(
                 f"prompt {number} of the warm-up file {path} has {len(ids)} tokens; this worker "
-                f"takes {model.context_tokens - 1} at most: shorten it"
+                f"takes {model.context_tokens - 1} at most. Shorten it"
             )
         request = EngineRequest(
             request_id=f"warmup-{number}",

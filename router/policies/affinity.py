@@ -1,4 +1,4 @@
-"""Policies that look at the prefix first: where it is cached, or where its hash sends it."""
+"""Policies that use the prefix first: where it is cached, or where its hash sends it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from router.policies.base import Candidates, Decision, FloatArray, NoParameters,
 def prefix_only(
     candidates: Candidates, parameters: NoParameters, state: None, rng: random.Random
 ) -> Decision:
-    """The longest expected hit, whatever the load. Cost: prompt tokens left to compute.
+    """The longest predicted hit, whatever the load. Cost: prompt tokens left to compute.
 
-    The policy that needs no load at all, and the reason why others do: with a prefix common to
-    all requests everything goes to its first holder. Ties by load, then chance.
+    With a prefix common to all requests, every request goes to its first holder. Ties by load, then
+    chance.
     """
     costs = candidates.new_tokens.astype(np.float64)
     return Decision(least(costs, candidates, 0.0, rng), costs)
 
 
 class ConsistentHashParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """bound          a worker may have so many times its even share of the requests
-    prefix_tokens  tokens of the prompt's beginning that decide, in whole blocks
+    """bound          a worker may have this many times its even share of the requests
+    prefix_tokens  tokens at the prompt's beginning that are hashed, in whole blocks
     """
 
     bound: Annotated[float, msgspec.Meta(ge=1.0)] = 1.25
@@ -39,12 +39,12 @@ def consistent_hash(
     state: None,
     rng: random.Random,
 ) -> Decision:
-    """The prompt's beginning decides, unless its worker has more than its bounded share.
+    """The hash of the prompt's beginning decides, within a bounded share per worker.
 
-    Each pair of prefix and worker has a pseudo-random rank (rendezvous hashing: as on a ring,
-    only a lost worker's prefixes move, and no ring is to be kept). The first in rank whose batch
-    would stay within `bound × (requests + 1) / n` is taken. Cost: the place in the ranking,
-    n more where over the bound. A prompt without a full block goes to the least requests.
+    Each pair of prefix and worker has a pseudo-random rank (rendezvous hashing: as with a ring,
+    only a lost worker's prefixes move, but without a ring to maintain). The worker of lowest rank
+    whose batch would stay within `bound × (requests + 1) / n` is chosen. Cost: the rank, plus n if
+    over the bound. A prompt without a full block goes to the worker with the fewest requests.
 
     Source of the bound: Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded
     Loads", SODA 2018; 1.25 over the first 100 characters (some 32 tokens) is KubeAI's default.
@@ -66,8 +66,8 @@ def consistent_hash(
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser (Steele, Lea, Flood, OOPSLA 2014): every bit in changes half of
-    those out. uint64 arithmetic wraps around."""
+    """SplitMix64's finaliser (Steele, Lea, Flood, OOPSLA 2014): each input bit changes half of
+    the output bits. uint64 arithmetic wraps around."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""What every policy shares: the candidates it sees, the decision it gives, the tie rule."""
+"""Common to all policies: candidates, decisions, the tie rule, room."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BoolArray = NDArray[np.bool_]
 
 
 MANY_NEAR = 16
-"""Entries whose loads are compared at once; fewer are compared one by one."""
+"""Loads of more entries than this are compared as arrays; fewer are compared one by one."""
 
 
 class Columns(msgspec.Struct, frozen=True, eq=False):
@@ -27,15 +27,15 @@ class Columns(msgspec.Struct, frozen=True, eq=False):
 
     slots            a number per worker, the same from request to request
     pending_tokens   prompt tokens that the worker still has to compute
-    waiting          requests not yet admitted, those on their way to it included
+    waiting          requests not yet running, including those on their way to the worker
     batch            running + waiting
     pending_pairs    query-key pairs of the pending tokens' attention
     room_blocks      free blocks minus those that requests on their way to it will take
-    running          requests admitted
+    running          requests running
     free_blocks      KV blocks that no sequence references
-    capacity_blocks  KV blocks in all
+    capacity_blocks  KV blocks in total
     worker_keys      a number per worker, the same at every gateway
-    s_per_token      measured seconds to prefill a token; 0: not measured
+    s_per_token      measured seconds to prefill a token; 0: not measured yet
     s_per_pair       additional seconds per query-key pair of its attention
     """
 
@@ -54,19 +54,19 @@ class Columns(msgspec.Struct, frozen=True, eq=False):
 
 
 class Candidates(msgspec.Struct, frozen=True, eq=False):
-    """A prompt, and the workers that may serve it: at least one. Policies do not write to arrays.
+    """A prompt, and the workers that may serve it: at least one. Policies must not change arrays.
 
     prompt_tokens    tokens of the prompt
     block_size       tokens in a block
     chain            hashes of the prompt's full blocks
-    hit_tokens       `[n]`, prompt tokens that each worker is expected not to compute
-    best_hit_tokens  the greatest of them
+    hit_tokens       `[n]`, predicted hit of each worker in prompt tokens
+    best_hit_tokens  the largest of them
     columns          the workers and their load
-    stay_s           mean seconds from placement to end of this router's requests to the model, at
-                     present; 0: unknown
+    stay_s           present mean seconds from placement to end of this router's requests to the
+                     model; 0: unknown
     in_flight        this router's requests to the model that have not ended
-    sharing          those of them whose prompts begin with all that any worker holds of this one,
-                     on its device or on its way
+    sharing          those of them whose prompts begin with the longest prefix of this one that any
+                     worker holds, on its device or coming there
     """
 
     prompt_tokens: int
@@ -88,7 +88,7 @@ class Candidates(msgspec.Struct, frozen=True, eq=False):
         return np.maximum(new, 1, out=new)
 
     def only(self, kept: BoolArray) -> Candidates:
-        """The candidates where `kept` (`[n]`) is true; it must be so for at least one."""
+        """The candidates where `kept` (`[n]`) is true, at least one."""
         hits = self.hit_tokens[kept]
         return structs.replace(
             self,
@@ -101,9 +101,9 @@ class Candidates(msgspec.Struct, frozen=True, eq=False):
 LeftOut = Literal["busy", "undrawn", "guard"]
 
 LEFT_OUT: dict[LeftOut, str] = {
-    "busy": "it is busy: its batch is beyond the mean plus `sigmas` standard deviations",
-    "undrawn": "it is not among the two that chance drew",
-    "guard": "it holds a prefix that draws more requests than its holders' share",
+    "busy": "it is busy: its batch exceeds the mean plus `sigmas` standard deviations",
+    "undrawn": "it is not one of the two workers drawn at random",
+    "guard": "it holds a prefix that gets more requests than its holders' share",
 }
 
 
@@ -111,8 +111,8 @@ class Decision(msgspec.Struct, frozen=True, eq=False):
     """What a policy chose.
 
     chosen    entry of the candidates
-    costs     `[n]`, what each entry was judged by; the least wins, near-ties by the tie rule.
-              Infinite for an entry that was left out
+    costs     `[n]`, cost of each entry; the least wins, near-ties by the tie rule. Infinite for
+              an entry that was left out
     left_out  why entries of infinite cost were left out, if any; one of LEFT_OUT
     """
 
@@ -122,18 +122,18 @@ class Decision(msgspec.Struct, frozen=True, eq=False):
 
 
 class PolicyError(ValueError):
-    """A policy that cannot be had. Its text says which there are."""
+    """An unknown policy or an invalid parameter; the message lists what is available."""
 
 
 Function = Callable[[Candidates, Any, Any, random.Random], Decision]
-"""A policy: candidates, parameters, state, chance."""
+"""The function of a policy: candidates, parameters, state, random numbers."""
 
 
 class Policy(NamedTuple):
-    """A policy with its parameters, ready to be asked.
+    """A policy with its parameters and state.
 
-    name     as in `parse_policy`, with the parameters that were given
-    state    what it remembers between requests; None where it remembers nothing
+    name     as in `parse_policy`, with the given parameters
+    state    state between requests; None if it has none
     """
 
     name: str
@@ -142,26 +142,26 @@ class Policy(NamedTuple):
     state: Any
 
     def choose(self, candidates: Candidates, rng: random.Random) -> Decision:
-        """Choose one of `candidates`. Raises ValueError where there is none."""
+        """Choose one of `candidates`. Raises ValueError if there is none."""
         if not len(candidates.hit_tokens):
             raise ValueError("a policy needs at least one candidate")
         return self.function(candidates, self.parameters, self.state, rng)
 
 
 class NoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of a policy that has nothing to set."""
+    """Parameters of a policy that has none."""
 
 
 def least(costs: CostArray, candidates: Candidates, tie: float, rng: random.Random) -> int:
     """The entry of least cost, by the tie rule.
 
-    Entries within the share `tie` of the least cost are as good; of those the smallest batch
-    wins, then the fewest pending tokens, then chance: never "the first", which would be the
+    Entries within the share `tie` of the least cost count as equal. Of those the smallest batch
+    wins, then the fewest pending tokens, then chance: never the first entry, which would be the
     same worker each time.
     """
     lowest = costs.item(costs.argmin())
     most = lowest + tie * abs(lowest)
-    # whole numbers are compared with a whole one: numpy would copy them as floats first
+    # compare integers with an integer: numpy would convert them to floats first
     near = (costs <= (floor(most) if isinstance(lowest, int) else most)).nonzero()[0]
     if len(near) == 1:
         return near.item()
@@ -179,17 +179,17 @@ def least(costs: CostArray, candidates: Candidates, tie: float, rng: random.Rand
 
 
 def any_least(costs: FloatArray, rng: random.Random) -> int:
-    """One of the entries of least cost, by chance alone."""
+    """One of the entries of least cost, at random."""
     near = np.flatnonzero(costs == costs.min())
     return int(near[0] if len(near) == 1 else near[rng.randrange(len(near))])
 
 
 def with_room(candidates: Candidates) -> BoolArray | None:
-    """`[n]`: whether each worker's pool can take the prompt now. None: all of them can.
+    """`[n]`: whether each worker has room for the prompt now. None: all of them have.
 
-    It must have a free block for each block that the prompt does not find in the cache, those
-    promised to requests on their way left out. An idle worker always has room: what it can
-    never hold is refused by its context.
+    A worker has room if it has a free block for each block of the prompt that is not cached there,
+    without the blocks promised to requests on their way. An idle worker always has room: prompts
+    that it can never hold exceed its context and are refused.
     """
     size = candidates.block_size
     columns = candidates.columns
@@ -202,10 +202,10 @@ def with_room(candidates: Candidates) -> BoolArray | None:
 
 
 def only_with_room(candidates: Candidates, *, holds_back: bool) -> Candidates | None:
-    """Those whose pool can take the prompt now, None where all are full.
+    """The candidates with room for the prompt; None if all are full.
 
-    Where none can, those that have any free block (or nothing to do): the prompt waits there.
-    Not so if requests are held back until a worker has room.
+    If none has room, those with any free block (or without requests): the prompt waits there. If
+    requests are held back until a worker has room, None.
     """
     room = with_room(candidates)
     if room is None:

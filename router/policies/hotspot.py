@@ -1,14 +1,14 @@
-"""A prefix that draws all traffic to its holders: noticed, then relieved.
+"""The guard: detects a prefix that draws all traffic to its holders, and relieves them.
 
 Source: the two-phase hotspot rule of LMetric, arXiv 2603.15202. A class is the requests that
-find the same longest prefix; `x` is its share of the latest arrivals, `M` the workers that hold
-that prefix to its end. As long as the holders' share of the fleet covers the class's share of
-the arrivals, `x / (1 − x) ≤ |M| / (n − |M|)`, following the prefix is safe.
+share the same longest cached prefix; `x` is its share of the latest arrivals, `M` the workers that
+hold all of that prefix. While the holders' share of the fleet covers the class's share of the
+arrivals, `x / (1 − x) ≤ |M| / (n − |M|)`, following the prefix is safe.
 
-    phase 1   it does not: alarm
+    phase 1   it does not cover it: alarm
     phase 2   after 2 |M| consecutive requests of the class that would still choose a holder,
-              the next one leaves the holders out. Whoever serves it holds the prefix from then
-              on, so that M grows until it covers the class.
+              the next one excludes the holders. The worker that serves it then holds the prefix
+              too, so M grows until it covers the class.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from router.policies.base import BoolArray, Candidates
 
 WINDOW_ARRIVALS = 256
-"""A class's share is taken of so many of the latest arrivals."""
+"""Latest arrivals of which a class's share is measured."""
 
 
 class HotspotState(msgspec.Struct):
@@ -37,17 +37,17 @@ class HotspotState(msgspec.Struct):
 
 
 def covers(held: int, workers: int, mine: int, arrivals: int) -> bool:
-    """Whether the `held` of all `workers` that hold a prefix suffice for the `mine` of all
-    `arrivals` that share it: `x / (1 − x) ≤ |M| / (n − |M|)`, multiplied out."""
+    """Whether `held` holders of a prefix among `workers` suffice for `mine` requests that share
+    it among `arrivals`: `x / (1 − x) ≤ |M| / (n − |M|)`, without the divisions."""
     return mine * workers <= arrivals * held
 
 
 def left_out(
     candidates: Candidates, state: HotspotState, choose: Callable[[], int]
 ) -> BoolArray | None:
-    """Which workers to leave out for this request (`[n]`); None for none.
+    """The workers to leave out for this request (`[n]`); None for none.
 
-    `choose` tells which entry the policy would take; it is asked only in an alarm.
+    `choose` returns the entry that the policy would choose; it is called only in an alarm.
     """
     best = candidates.best_hit_tokens
     place = min(best // candidates.block_size, len(candidates.chain))

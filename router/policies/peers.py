@@ -1,7 +1,7 @@
 """The scores of other routers, for comparison on the same arrays.
 
-Each is the published rule on this router's own, exact hits and loads, so a comparison is of
-rules alone. "Running" at a router is what it has in flight, so it is `batch` here.
+Each applies the published rule to this router's exact hits and loads, so comparisons are of rules
+alone. A router's "running" requests are those it has in flight, so they are `batch` here.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ NotNegative = Annotated[float, msgspec.Meta(ge=0.0)]
 
 class SglangParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """cache_threshold        a best match of more than this share of the prompt is followed
-    balance_abs_threshold  requests by which the fullest worker may lead the emptiest, and
-    balance_rel_threshold  how many times as many; beyond both, load alone decides
+    balance_abs_threshold  the largest batch may exceed the smallest by this many requests, and
+    balance_rel_threshold  by this factor; beyond both, load alone decides
     """
 
     cache_threshold: Share = 0.3
@@ -33,10 +33,10 @@ class SglangParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def sglang(
     candidates: Candidates, parameters: SglangParameters, state: None, rng: random.Random
 ) -> Decision:
-    """Least load where the fleet is out of balance, else the best match, else least load.
+    """Least load if the fleet is imbalanced, else the best match, else least load.
 
-    Out of balance: `max − min > 64` and `max > 1.5 × min`. Cost: the batch where load decides,
-    the prompt tokens left where the match does. Source: SGLang's `cache_aware` policy with the
+    Imbalanced: `max − min > 64` and `max > 1.5 × min`. Cost: the batch if load decides, the prompt
+    tokens left to compute if the match does. Source: SGLang's `cache_aware` policy with the
     defaults of its command line.
     """
     batch = candidates.columns.batch
@@ -55,7 +55,7 @@ def sglang(
 
 
 class DynamoParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """overlap_weight  weight of prefill against decode blocks
+    """overlap_weight  weight of prefill relative to decode blocks
     credit          share of a hit that counts (1 for blocks on the device)
     temperature     of a softmax over the normalised costs; 0 takes the least
     """
@@ -89,7 +89,7 @@ def dynamo(
 
 
 def _draw(weights: FloatArray, rng: random.Random) -> int:
-    """An entry with the probability of its share of `weights`."""
+    """A random entry, with probabilities proportional to `weights`."""
     sums = np.cumsum(weights)
     index = int(np.searchsorted(sums, rng.random() * sums[-1], side="right"))
     return min(index, len(weights) - 1)
@@ -106,7 +106,7 @@ class LlmdParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def llmd(
     candidates: Candidates, parameters: LlmdParameters, state: None, rng: random.Random
 ) -> Decision:
-    """Weighted sum `3 × prefix + 2 × queue + 2 × kv`, the greatest wins, ties by chance.
+    """Weighted sum `3 × prefix + 2 × queue + 2 × kv`; the largest wins, ties by chance.
 
     prefix: matched share of the prompt's full blocks; queue: `(max − waiting) / (max − min)`, 1
     where all are equal; kv: 1 − share of the KV blocks in use. Cost: the sum of the weights less
@@ -128,8 +128,8 @@ def llmd(
 
 
 class AibrixParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """imbalance  requests by which the fullest may lead the emptiest before load alone decides
-    sigmas     a match is followed to workers within so many deviations above the mean
+    """imbalance  load alone decides if the largest batch exceeds the smallest by more requests
+    sigmas     a match is followed to workers within this many deviations above the mean
     """
 
     imbalance: NotNegative = 8.0
@@ -139,10 +139,10 @@ class AibrixParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def aibrix(
     candidates: Candidates, parameters: AibrixParameters, state: None, rng: random.Random
 ) -> Decision:
-    """Only the least loaded where `max − min running > 8`, else the best match that is not busy.
+    """The least loaded worker if `max − min running > 8`, else the best match that is not busy.
 
     Not busy: running at most the mean plus one (population) standard deviation. Cost: the batch
-    where load decides, else the prompt tokens left, infinite for the busy ones. Source:
+    if load decides, else the prompt tokens left to compute, infinite for busy workers. Source:
     AIBrix's `prefix-cache` gateway plugin.
     """
     running = candidates.columns.batch
@@ -150,7 +150,7 @@ def aibrix(
     if int(running.max() - running.min()) > parameters.imbalance:
         costs: FloatArray = running.astype(np.float64)
     else:
-        # a hair above, so that rounding never leaves the mean itself out
+        # slightly above, so that rounding never excludes the mean itself
         limit = math.nextafter(float(running.mean() + parameters.sigmas * running.std()), math.inf)
         left = candidates.prompt_tokens - candidates.hit_tokens
         costs = np.where(running <= limit, left, np.inf)

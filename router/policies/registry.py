@@ -51,7 +51,7 @@ def parse_policy(text: str) -> Policy:
     name, _, rest = text.strip().partition(":")
     entry = _REGISTRY.get(name)
     if entry is None:
-        raise PolicyError(f"there is no policy {name!r}; there are {', '.join(available())}")
+        raise PolicyError(f"there is no policy {name!r}: use one of {', '.join(available())}")
     values: dict[str, str] = {}
     for part in rest.split(",") if rest else []:
         key, equals, value = (piece.strip() for piece in part.partition("="))

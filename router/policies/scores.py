@@ -1,8 +1,8 @@
-"""LMetric's score and its relatives: hit, pending prefill and batch in one number.
+"""LMetric's score and related ones: hit, pending prefill and batch in one number.
 
 In tokens (`locality`, `additive`) or in seconds (`marginal`, `ttft`). Seconds come from each
-worker's measured prefill speed with its quadratic part: to prefill the tokens `[hit, prompt)`
-takes `b × new + e × pairs`, where a pair is one query looking at one key, so that
+worker's measured prefill speed with its quadratic part: prefilling the tokens `[hit, prompt)`
+takes `b × new + e × pairs`. A pair is one query attending to one key, so
 `pairs = (prompt² − hit²) / 2`.
 """
 
@@ -28,7 +28,7 @@ class TieParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class LocalityParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """tie    costs that differ by no more than this share of the least are equal
-    guard  relieve the holders of a prefix that draws more traffic than their share
+    guard  relieve the holders of a prefix that gets more traffic than their share
     """
 
     tie: Tie = 0.01
@@ -41,11 +41,10 @@ def locality(
     state: HotspotState,
     rng: random.Random,
 ) -> Decision:
-    """Expected hit minus pending prefill tokens, times batch size: the project's default.
+    """LMetric's score, hits less pending prefill times the batch size: the project's default.
 
-    With the sign turned, so that the least wins: `(pending + new) × (batch + 1)`, where
-    `new = max(1, prompt − hit)`. Source: LMetric, arXiv 2603.15202; `guard` is its two-phase
-    hotspot rule (`router.policies.hotspot`).
+    Cost: `(pending + new) × (batch + 1)`, where `new = max(1, prompt − hit)`. Source: LMetric,
+    arXiv 2603.15202; `guard` is its two-phase hotspot rule (`router.policies.hotspot`).
     """
     work = candidates.new_tokens
     work += candidates.columns.pending_tokens
@@ -64,9 +63,9 @@ def locality(
 def additive(
     candidates: Candidates, parameters: NoParameters, state: None, rng: random.Random
 ) -> Decision:
-    """The score read with the product taken first: `hit − pending × batch`, the greatest.
+    """The score with the product first: the largest `hit − pending × batch`.
 
-    Cost: `pending × batch − hit`. Unlike `locality` it sees no batch on a worker without
+    Cost: `pending × batch − hit`. Unlike `locality`, it ignores the batch of a worker without
     pending prefill. Ties by load, then chance.
     """
     columns = candidates.columns
@@ -78,10 +77,10 @@ def additive(
 def ttft(
     candidates: Candidates, parameters: TieParameters, state: None, rng: random.Random
 ) -> Decision:
-    """Least estimated time to the first token: `pending + new`, in seconds where measured.
+    """Least estimated time to the first token: `pending + new`, in seconds if measured.
 
-    Each looks after itself: what a request's prefill does to those that decode there is not
-    counted. Source: the estimate of Mooncake's scheduler (arXiv 2407.00079) without transfers.
+    It ignores the delay that a request's prefill causes for requests that decode there. Source:
+    the estimate of Mooncake's scheduler (arXiv 2407.00079) without transfers.
     """
     work = prefill_work(candidates)
     costs = work.pending + work.new
@@ -91,36 +90,35 @@ def ttft(
 def marginal(
     candidates: Candidates, parameters: NoParameters, state: None, rng: random.Random
 ) -> Decision:
-    """What this placement adds to everybody's time, waiting for first tokens counted for more.
+    """The time that this placement adds to all requests, with a higher weight for first tokens.
 
-    In seconds, with `λ` the arrivals a second that each worker gets:
+    In seconds, with `λ` the arrivals per second at each worker:
 
-        queued = pending × (1 + λ × new)        its own wait, and that of the λ × pending that come
-                                                behind it before this has passed
-        own    = new × (1 + λ × new + batch)    its prefill, for which those that come meanwhile
-                                                wait, and all that are there: prefill goes before
-                                                decoding, and who waits before it decodes then
-        first  = queued, and where the holders suffice new × (1 + λ × new) as well
+        queued = pending × (1 + λ × new)        its own wait, and the delay of the λ × pending
+                                                requests that arrive during that wait
+        own    = new × (1 + λ × new + batch)    its prefill, which delays itself, requests that
+                                                arrive meanwhile, and all requests there, as prefill
+                                                goes before decoding
+        first  = queued, plus new × (1 + λ × new) if the holders suffice
         cost   = queued + own + first × stay / wait
 
-    `queued + own` is what the time to the end of all answers grows by. What is queued already is
-    not delayed by a newcomer, so `pending` is not multiplied by the batch as in `locality`.
-    `first` is what the time to all first tokens grows by. The two are weighed by their present
-    means, so that a per cent of the one is worth a per cent of the other, as in the sum of log mean
-    TTFT and log mean E2E. The means are those that the candidates show: a
-    `wait = mean(pending + new)` and `stay = stay_s`; by Little's law `λ = mean(batch) / stay`.
-    Nothing to tune: a fleet with backlogs everywhere waits long, and cares for the answers; one
-    that is busy decoding cares for first tokens.
+    `queued + own` is the increase of the sum of E2E over all requests. A new request does not delay
+    prefill that is queued already, so `pending` is not multiplied by the batch as in `locality`.
+    `first` is the increase of the sum of TTFT. Each is weighted by the inverse of its present mean,
+    so that one per cent of E2E is worth one per cent of TTFT, as in the sum of log mean TTFT and
+    log mean E2E. The means are those of the candidates: `wait = mean(pending + new)` and
+    `stay = stay_s`; by Little's law `λ = mean(batch) / stay`. There is nothing to tune: a fleet
+    with long queues everywhere optimises E2E, a fleet that is busy decoding optimises TTFT.
 
-    Its own prefill counts as a first token only where those that hold most of the prompt are as
-    many, for their share of the fleet, as the requests in flight that share it (`covered`): then a
-    conversation stays where its history is. A prefix that more ask for than its holders can bear
-    shall spread: whoever computes it anew holds it too, and the next ones have a choice. Without
-    that, agents crowd on the few workers that have their system prompt (docs/study). The condition
-    is the one of LMetric's hotspot rule, with requests in flight for the arrivals.
+    Its own prefill counts in `first` only if the share of workers that hold most of the prompt is
+    at least the share of requests in flight that share it (`covered`): then a conversation stays
+    where its history is. A prefix with more requests than its holders can serve should spread: each
+    worker that computes it becomes a holder, and later requests have a choice. Without this
+    condition, agents crowd on the few workers that have their system prompt (docs/study). It is the
+    condition of LMetric's hotspot rule, with requests in flight instead of arrivals.
 
-    While nothing has been placed yet `stay_s` is unknown: `pending + new × (batch + 1)`. With no
-    prefill speed measured there are no seconds, and it decides as `locality` does, in tokens.
+    Before the first placement `stay_s` is unknown, and the cost is `pending + new × (batch + 1)`.
+    Without a measured prefill speed there are no seconds; it decides like `locality`, in tokens.
     Sources: the marginal cost of an arrival in a queue (Naor, Econometrica 37, 1969); Little,
     Operations Research 9, 1961.
     """
@@ -134,7 +132,7 @@ def marginal(
         costs = work.new * batch
         costs += wait
     else:
-        # sums, as numpy's mean costs as much as four of these lines
+        # sums, because numpy's mean costs as much as four of these lines
         per_s, mean_wait = batch.sum() / len(batch) / stay_s, wait.sum() / len(wait)
         behind = work.new * per_s
         behind += 1.0
@@ -152,15 +150,15 @@ def marginal(
 
 
 def covered(candidates: Candidates) -> bool:
-    """Whether those that hold most of the prompt are enough for those that share it: their share of
-    the workers is at least the share that these, this request included, have of all requests."""
+    """Whether the workers that hold most of the prompt suffice for the requests that share it:
+    their share of the workers is at least the share of these requests, including this one."""
     holders = int(np.count_nonzero(candidates.hit_tokens == candidates.best_hit_tokens))
     workers, sharing = len(candidates.hit_tokens), candidates.sharing + 1
     return covers(holders, workers, sharing, candidates.in_flight + 1)
 
 
 class PrefillWork(NamedTuple):
-    """Prefill a worker has to do: `[n]` each, in seconds, or in tokens with nothing measured."""
+    """Prefill work of each worker: `[n]` each, in seconds, or in tokens if nothing is measured."""
 
     pending: FloatArray
     new: FloatArray
@@ -183,7 +181,7 @@ def prefill_work(candidates: Candidates) -> PrefillWork:
         per_pair = np.where(measured, per_pair, np.median(per_pair[measured]))
     pending: FloatArray = speed * columns.pending_tokens
     pending += per_pair * columns.pending_pairs
-    # prompt² − hit², of the hit what is really not computed
+    # prompt² − hit², where hit is what is really not computed
     new_pairs = (2 * candidates.prompt_tokens - new) * new / 2
     seconds = speed * new
     seconds += per_pair * new_pairs

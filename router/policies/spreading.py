@@ -1,4 +1,4 @@
-"""Policies that look at load alone: what a cluster without prefix routing does."""
+"""Policies that use load alone, as in a cluster without prefix routing."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class RoundRobinState(msgspec.Struct):
 def round_robin(
     candidates: Candidates, parameters: NoParameters, state: RoundRobinState, rng: random.Random
 ) -> Decision:
-    """Every worker in turn, whatever it holds. Cost: its place in the turn, 0 is next.
+    """Every worker in turn. Cost: its distance in the turn; 0 is next.
 
-    The turn goes by slot number, so it stays fair when workers come, go or are left out.
+    The turn follows slot numbers, so it stays fair when workers join, leave or are left out.
     """
     slots = candidates.columns.slots
     ahead = slots - state.last
@@ -41,7 +41,7 @@ def round_robin(
 def random_choice(
     candidates: Candidates, parameters: NoParameters, state: None, rng: random.Random
 ) -> Decision:
-    """Any worker, each as likely. Cost: 0 for all."""
+    """A worker at random, uniformly. Cost: 0 for all."""
     n = len(candidates.hit_tokens)
     return Decision(rng.randrange(n), np.zeros(n))
 
@@ -57,9 +57,9 @@ def least_requests(
 def power_of_two(
     candidates: Candidates, parameters: NoParameters, state: None, rng: random.Random
 ) -> Decision:
-    """Of two workers drawn by chance, the one with fewer requests. Cost: its batch.
+    """Of two workers drawn at random, the one with fewer requests. Cost: its batch.
 
-    Those that were not drawn cost infinity. Source: Mitzenmacher, "The Power of Two Choices in
+    Workers that were not drawn cost infinity. Source: Mitzenmacher, "The Power of Two Choices in
     Randomized Load Balancing", IEEE TPDS 12(10), 2001.
     """
     n = len(candidates.hit_tokens)

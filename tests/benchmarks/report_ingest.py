@@ -12,7 +12,7 @@ from cluster.protocol import Load, Report
 from router.fleet import Fleet
 from tests.benchmarks.routing import fleet_of, fresh_blocks
 
-BAR_EVENTS_S = 500_000
+BAR_EVENTS_S = 600_000
 WORKERS = 64
 BLOCKS_A_REPORT = 32
 """What a worker stores in 20 ms at 25,000 prompt tokens a second."""

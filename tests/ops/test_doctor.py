@@ -97,12 +97,12 @@ async def look(settings: Settings, url: str):
 
 
 async def test_a_whole_chain_is_ok_and_what_is_cut_is_found(redis_url, pool, tmp_path):
-    """One worker's start serves all looks; each cut is mended before the next."""
+    """One worker's start serves all looks; each cut is repaired before the next."""
     settings = settings_of(redis_url, pool)
     async with real_worker(settings, tmp_path / "model") as server, gateway_of(settings, 1) as gw:
         links = by_name(await look(settings, gw.url))
         assert {link.state for link in links.values()} == {"ok"}, links
-        assert "tokens reused by w0 at the second time" in links["probe"].found
+        assert "tokens reused by w0 on the second request" in links["probe"].found
         assert "tiny: prompts are encoded by fastokens" in links["encoder"].found
         assert healthy(links.values())
 
@@ -142,7 +142,7 @@ async def test_a_whole_chain_is_ok_and_what_is_cut_is_found(redis_url, pool, tmp
         other = msgspec.structs.replace(settings, secret="another")
         links = by_name(await look(other, gw.url))
         assert links["digests"].state == "broken"
-        assert "STEMROUTE_SECRET" in links["digests"].mend
+        assert "STEMROUTE_SECRET" in links["digests"].fix
         assert links["workers"].state == "skipped"
 
 
@@ -171,7 +171,7 @@ async def test_a_worker_that_never_reuses_anything_breaks_the_probe(fakes):
         links = by_name(await look(settings, gateway.url))
         assert links["probe"].state == "broken"
         assert "the gateway does not expect a hit there" in links["probe"].found
-        assert "do not reach the gateway" in links["probe"].mend
+        assert "do not reach the gateway" in links["probe"].fix
 
 
 async def test_a_worker_that_does_not_publish_what_it_caches_is_named(fakes):
@@ -183,8 +183,8 @@ async def test_a_worker_that_does_not_publish_what_it_caches_is_named(fakes):
         await heard.until(lambda: gateway._follower.status.disagreeing)
         links = by_name(await look(settings, gateway.url))
         assert links["index"].state == "broken"
-        assert "w1: it says that it caches 50 blocks, but has published 0" in links["index"].found
-        assert links["index"].mend.startswith("restart w1 ")
+        assert "w1: it reports 50 cached blocks, but has published 0" in links["index"].found
+        assert links["index"].fix.startswith("restart w1 ")
         assert not healthy(links.values())
 
 
@@ -194,7 +194,7 @@ async def test_without_redis_only_the_gateway_is_looked_at(fakes):
         away = msgspec.structs.replace(settings, redis_url="redis://127.0.0.1:1/0")
         links = by_name(await look(away, gateway.url))
         assert links["redis"].state == "broken"
-        assert "STEMROUTE_REDIS_URL" in links["redis"].mend
+        assert "STEMROUTE_REDIS_URL" in links["redis"].fix
         assert {links[name].state for name in LINKS[1:9]} == {"skipped"}
         assert (links["gateway"].state, links["ready"].state) == ("ok", "ok")
         unnamed = msgspec.structs.replace(settings, redis_url="")
@@ -251,9 +251,9 @@ async def test_another_pool_is_named(fakes):
     links = by_name(await look(other, "http://127.0.0.1:1"))
     assert links["cards"].state == "broken"
     assert settings.pool in links["cards"].found.partition("workers in the pools ")[2].split(", ")
-    assert "STEMROUTE_POOL" in links["cards"].mend
+    assert "STEMROUTE_POOL" in links["cards"].fix
     assert links["gateway"].state == "broken"
-    assert "stemroute gateway" in links["gateway"].mend
+    assert "stemroute gateway" in links["gateway"].fix
 
 
 async def test_a_gateway_of_another_pool_does_not_know_the_workers(fakes):
@@ -316,17 +316,17 @@ async def test_keys_that_are_missing_are_named(fakes):
     async with gateway_of(locked, 2) as gateway:
         links = by_name(await look(settings, gateway.url))
         assert links["index"].state == "broken"
-        assert "STEMROUTE_GATEWAY_ADMIN_KEY" in links["index"].mend
+        assert "STEMROUTE_GATEWAY_ADMIN_KEY" in links["index"].fix
 
 
-async def test_the_command_prints_links_and_mends_and_ends_with_1(fakes):
+async def test_the_command_prints_links_and_fixes_and_ends_with_1(fakes):
     settings, _ = fakes
     arguments = ["doctor", "--url", "http://127.0.0.1:1", "--redis-url", settings.redis_url]
     run = CliRunner().invoke
     result = await asyncio.to_thread(run, app, [*arguments, "--pool", "nobody"])
     assert result.exit_code == 1
-    assert "no worker has announced itself in the pool 'nobody'" in result.output
-    assert "mend: " in result.output
+    assert "no worker is registered in the pool 'nobody'" in result.output
+    assert "fix: " in result.output
     result = await asyncio.to_thread(run, app, [*arguments, "--pool", settings.pool, "--json"])
     assert result.exit_code == 1
     links = json.loads(result.output)

@@ -36,7 +36,7 @@ async def test_the_command_prints_the_table_and_the_verdict():
         assert table["w0"] == ["w0", "0", "0", "23", "0", "0", "1000", "23"]
         assert "it is draining" in lines[4]
         assert "w1 is chosen: no worker holds more of its prefix" in lines[5]
-        assert "w0 is second best, dearer by 17 (283.3%)" in lines[5]
+        assert "w0 is second best, its cost is higher by 17 (283.3%)" in lines[5]
 
 
 async def test_the_table_says_why_the_policy_left_a_worker_out():
@@ -44,7 +44,7 @@ async def test_the_table_says_why_the_policy_left_a_worker_out():
         rig.fleet.on_report(report("w2", load=Load(running=5, free_blocks=9)))
         result = await run("--prompt", TEXT, "--url", rig.gateway.url)
         (line,) = [line for line in result.output.splitlines() if " w2 " in line]
-        assert "-  it is busy: its batch is beyond the mean" in line
+        assert "-  it is busy: its batch exceeds the mean" in line
 
 
 async def test_a_chat_a_file_and_json(tmp_path):
@@ -76,10 +76,10 @@ async def test_what_cannot_be_explained_ends_with_a_sentence(arguments, code):
 @pytest.mark.parametrize(
     ("margin", "share", "words"),
     [
-        (5.0, 0.5, "b is second best, dearer by 5 (50.0%)"),
-        (0.0, 0.0, "b costs the same"),
-        (-1.0, -0.01, "b costs less by 1 (1.0%): a near-tie goes by load"),
-        (5.0, None, "dearer by 5"),
+        (5.0, 0.5, "b is second best, its cost is higher by 5 (50.0%)"),
+        (0.0, 0.0, "b has the same cost"),
+        (-1.0, -0.01, "b costs less by 1 (1.0%): a near-tie is decided by load"),
+        (5.0, None, "its cost is higher by 5"),
     ],
 )
 def test_the_verdict_in_words(margin, share, words):
@@ -107,4 +107,4 @@ def test_no_candidate_is_said():
     console = Console(width=100)
     with console.capture() as captured:
         console.print(explain_table(answer))
-    assert "no worker may serve it" in captured.get()
+    assert "no worker can serve it" in captured.get()

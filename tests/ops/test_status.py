@@ -25,7 +25,7 @@ def test_the_cache_of_each_worker_in_one_line():
     text = printed(cache_table({"workers": [msgspec.to_builtins(VIEW)], "silent": silent}))
     line = next(line for line in text.splitlines() if line.startswith("w0"))
     assert " ".join(line.split()) == "w0 lru 3 2 1 64% 4/0/0 12.5 s 5 256 25%"
-    assert "no word of its cache from w1: no answer within 5 s" in text
+    assert "no cache statistics from w1: no answer within 5 s" in text
 
 
 def test_a_worker_that_did_nothing_yet_has_no_ratio():
@@ -65,5 +65,5 @@ async def test_a_worker_that_disagrees_is_shown_and_the_command_fails():
         command = ["status", "--url", rig.gateway.url]
         status = await asyncio.to_thread(CliRunner().invoke, app, command)
         words = " ".join(status.output.split())
-        assert "w0: it says that it caches 50 blocks, but has published 0" in words
+        assert "w0: it reports 50 cached blocks, but has published 0" in words
         assert status.exit_code == 2

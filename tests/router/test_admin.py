@@ -28,7 +28,7 @@ async def test_the_policy_can_be_seen_and_changed():
 @pytest.mark.parametrize(
     ("body", "code", "words"),
     [
-        ({"policy": "best"}, "unknown_policy", "there is no policy 'best'; there are round_robin"),
+        ({"policy": "best"}, "unknown_policy", "there is no policy 'best': use one of round_robin"),
         ({"policy": "locality:tie=x"}, "unknown_policy", "tie"),
         ({"policy": 5}, None, "must be of the form"),
         (b"round_robin", None, "must be of the form"),

@@ -148,7 +148,7 @@ async def test_the_queue_is_bounded():
         await waits(rig)
         status, headers, body = await rig.complete("mnopqrstuvwx")
         assert (status, headers["Retry-After"], body["error"]["code"]) == (429, "1", "no_room")
-        assert "1 requests wait already" in body["error"]["message"]
+        assert "1 requests are waiting already" in body["error"]["message"]
         async with rig.http.get("/metrics") as metrics:
             assert "stemroute_gateway_queued_requests 1.0" in await metrics.text()
         rig.fleet.on_report(report("w0", load=free(100)))

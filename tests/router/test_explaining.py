@@ -180,8 +180,8 @@ def where_the_last_holds_it(policy: str | Policy, batches: list[int]) -> Dispatc
 @pytest.mark.parametrize(
     ("policy", "left_out", "words"),
     [
-        ("aibrix", 1, "it is busy: its batch is beyond the mean"),
-        ("power_of_two", 2, "not among the two that chance drew"),
+        ("aibrix", 1, "it is busy: its batch exceeds the mean"),
+        ("power_of_two", 2, "not one of the two workers drawn at random"),
     ],
 )
 def test_a_worker_that_the_policy_leaves_out_says_why(policy, left_out, words):
@@ -193,7 +193,7 @@ def test_a_worker_that_the_policy_leaves_out_says_why(policy, left_out, words):
     assert all(row.left_out == "" for row in answer.workers if row.cost is not None)
     # the holder was left out too
     assert answer.reason == "load"
-    assert "costs more or is left out" in answer.because
+    assert "costs more or is excluded" in answer.because
 
 
 def test_the_holders_under_the_guard_say_that_it_left_them_out():
@@ -203,7 +203,7 @@ def test_the_holders_under_the_guard_say_that_it_left_them_out():
     answer = dispatcher.explain("tiny", "completion", PROMPT)
     rows = {row.worker: row for row in answer.workers}
     assert rows["w003"].cost is None
-    assert "a prefix that draws more requests than its holders' share" in rows["w003"].left_out
+    assert "a prefix that gets more requests than its holders' share" in rows["w003"].left_out
     assert (answer.reason, answer.chosen != "w003") == ("guard", True)
     assert "hotspot guard" in answer.because
     assert dispatcher.place("tiny", PROMPT, "r2").worker != "w003"

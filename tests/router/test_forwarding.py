@@ -211,7 +211,7 @@ async def test_a_whole_answer_that_breaks_off_everywhere_is_a_502():
             worker.answer = worker.drop(after=b'{"id": "half')
         status, _, body = await rig.complete()
         assert (status, body["error"]["code"]) == (502, "worker_lost")
-        assert "closed the connection before the answer was complete" in body["error"]["message"]
+        assert "closed the connection before its response was complete" in body["error"]["message"]
 
 
 async def test_a_stream_that_breaks_off_ends_with_an_error_event_and_no_done():

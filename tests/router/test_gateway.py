@@ -59,7 +59,7 @@ async def test_an_answer_is_bounded_by_the_default_and_by_the_context():
         ("/v1/completions", b"\xff", 400, "invalid_json", None, "not valid JSON"),
         ("/v1/chat/completions", {"model": "tiny"}, 400, None, "messages", "is missing"),
         ("/v1/chat/completions", {**HELLO, "n": "2"}, 400, None, "n", "wrong type"),
-        ("/v1/chat/completions", {**HELLO, "n": 2}, 400, None, "n", "send it several times"),
+        ("/v1/chat/completions", {**HELLO, "n": 2}, 400, None, "n", "send more requests"),
         (
             "/v1/chat/completions",
             {**HELLO, "logprobs": True},
@@ -74,7 +74,7 @@ async def test_an_answer_is_bounded_by_the_default_and_by_the_context():
             404,
             "model_not_found",
             "model",
-            "the model `huge` does not exist here: there is `other`, `tiny`",
+            "the model `huge` does not exist here: send one of `other`, `tiny`",
         ),
         (
             "/v1/chat/completions",
@@ -114,10 +114,10 @@ async def test_an_answer_is_bounded_by_the_default_and_by_the_context():
             413,
             "body_too_large",
             None,
-            "over the limit of 2000 bytes",
+            "exceeds the limit of 2000 bytes",
         ),
-        ("/v1/embeddings", HELLO, 404, "unknown_url", None, "there is no /v1/embeddings here"),
-        ("/v1/models", HELLO, 405, "method_not_allowed", None, "does not take POST: send GET"),
+        ("/v1/embeddings", HELLO, 404, "unknown_url", None, "there is no endpoint /v1/embeddings"),
+        ("/v1/models", HELLO, 405, "method_not_allowed", None, "does not accept POST: send GET"),
     ],
 )
 async def test_what_goes_wrong_is_said(path, body, status, code, param, words):
@@ -179,7 +179,7 @@ async def test_a_worker_that_serves_another_model_than_its_card_says_gets_nothin
         rig.fleet.on_card(rig.workers[0].card(namespace=other))
         status, headers, body = await rig.complete()
         assert (status, headers["Retry-After"]) == (503, "1")
-        assert "another model than its card says" in body["error"]["message"]
+        assert "does not match its card" in body["error"]["message"]
         assert rig.workers[0].requests == []
 
 
@@ -235,7 +235,8 @@ async def test_a_worker_that_disagrees_is_named_while_requests_go_on():
         assert (status, body["ready"], body["reasons"]) == (200, True, [])
         assert body["index"]["stale"]
         assert body["index"]["reason"].startswith(
-            "w1: it says that it caches 50 blocks, but has published 1; its whole set was read 3 "
+            "w1: it reports 50 cached blocks, but has published 1, although its whole set was read "
+            "3 times"
         )
         fleet = (await rig.get("/admin/fleet"))[2]
         assert fleet["bus"]["stale"]
@@ -244,7 +245,7 @@ async def test_a_worker_that_disagrees_is_named_while_requests_go_on():
         assert (await rig.complete())[0] == 200
         rig.follower.status.disagreeing = {"w0": 3}
         reason = (await rig.get("/ready"))[2]["index"]["reason"]
-        assert reason.startswith("w0: it says that its cold tiers hold other numbers of blocks")
+        assert reason.startswith("w0: its reports state other numbers of blocks in cold tiers")
         rig.follower.status.disagreeing = {}
         assert (await rig.get("/ready"))[2]["index"] == {"stale": False, "reason": ""}
 
@@ -253,7 +254,7 @@ async def test_of_many_workers_that_disagree_some_are_named():
     async with Rig(workers=6) as rig:
         rig.follower.status.disagreeing = {f"w{number}": 3 for number in range(6)}
         reason = (await rig.get("/ready"))[2]["index"]["reason"]
-        assert "w2: it says" in reason
+        assert "w2: its reports state" in reason
         assert "w3" not in reason
         assert reason.endswith("; and 3 more workers")
 
@@ -266,7 +267,7 @@ async def test_a_follower_that_ended_is_not_ready():
     gateway = Gateway(Settings(gateway=GatewaySettings(port=0)), Broken)
     await gateway.start()
     await asyncio.wait([gateway._following])
-    assert "the bus follower has ended" in gateway.readiness().reasons[-1]
+    assert "the bus follower has stopped" in gateway.readiness().reasons[-1]
     await gateway.stop()
 
 

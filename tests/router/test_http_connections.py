@@ -167,7 +167,7 @@ def test_a_client_that_stops_reading_is_cut_off_and_its_handler_cancelled(run, c
             assert (site.server.counts.stalled, len(site.server.connections)) == (1, 0)
 
     run(stall())
-    assert "disconnected a client" in caplog.text
+    assert "disconnected the client" in caplog.text
 
 
 @LOOPS

@@ -184,4 +184,4 @@ async def test_an_answer_that_cannot_be_sent_ends_its_connection_and_is_logged(c
         reader, writer = await site.connect()
         writer.write(GET)
         assert await closed(reader)
-        assert "cannot be sent" in caplog.text
+        assert "failed to send a response" in caplog.text

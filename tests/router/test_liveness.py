@@ -73,7 +73,7 @@ async def test_no_request_fails_while_redis_takes_no_writes(own_valkey, pool):
         told = " ".join(view["degraded"])
         assert "Redis takes no writes: it has reached maxmemory" in told
         assert "2 of 2 workers do not report, the first since" in told
-        assert "workers answer, but their reports do not arrive; last reports: w0 " in told
+        assert "workers answer directly, but their reports do not arrive; last reports: w0 " in told
         async with http.get("/admin/fleet") as answer:
             rows = (await answer.json())["workers"]
         assert all(row["kept"] and row["report_age_s"] > 0 for row in rows)
@@ -130,5 +130,5 @@ async def test_a_busy_worker_is_asked_again_and_a_silent_one_not_for_ever(monkey
         assert (await probe(worker.card())).answers
         health = await probe(worker.card())
         assert not health.answers
-        assert "did not answer 3 times" in health.reason
+        assert "did not answer 3 requests" in health.reason
         assert len(asked) == 5

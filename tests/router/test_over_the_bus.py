@@ -123,7 +123,7 @@ async def test_a_worker_that_publishes_none_of_what_it_caches_is_not_followed_in
             await heard.until(lambda: gateway._follower.status.disagreeing)
             view = await index()
             assert view["stale"]
-            assert "w0: it says that it caches 50 blocks, but has published 0" in view["reason"]
+            assert "w0: it reports 50 cached blocks, but has published 0" in view["reason"]
             assert gateway._follower.status.gaps == 0
 
             published.held = 0

@@ -140,7 +140,7 @@ def test_names_and_parameters():
     [
         (
             "fastest",
-            "there is no policy 'fastest'; there are round_robin, random, least_requests",
+            "there is no policy 'fastest': use one of round_robin, random, least_requests",
         ),
         ("", "there is no policy ''"),
         ("locality:tie", "'tie' is not of the form parameter=value"),

@@ -134,7 +134,7 @@ def test_beyond_its_bound_the_index_drops_the_deepest_blocks_and_says_so():
     assert index.depths(other, 0b11, 2).tolist() == [7, 0]  # equally deep: the latest stored go
     assert index.depths(A, 0b11, 2).tolist() == [8, 10]
     assert (index.count(0), index.dropped(0), index.dropped(1)) == (15, 5, 0)
-    assert "5 cached blocks are left out because 25 are indexed" in index.problem
+    assert "leaves out 5 cached blocks" in index.problem
     assert "gateway.index_max_pairs" in index.problem
     index.check()
     # the worker evicts what the index no longer had, then what it had

@@ -85,7 +85,7 @@ async def test_a_second_attempt_shows_the_worker_that_failed():
         _, headers, _ = await rig.post("/v1/completions", BODY, headers=ASKING)
         answer, rows = await told(rig, headers[HEADER_REQUEST_ID])
         assert (answer["chosen"], answer["reason"]) == ("w1", "only")
-        assert "failed at this request before" in rows["w0"]["left_out"]
+        assert "failed this request before" in rows["w0"]["left_out"]
         assert rows["w0"]["hit_tokens"] == 20
 
 

@@ -138,7 +138,7 @@ async def test_the_queue_is_bounded_for_them_too():
         status, headers, body = await rig.complete(PROMPT)
         assert (status, headers["Retry-After"]) == (503, "1")
         assert body["error"]["code"] == "no_ready_worker"
-        assert "1 requests wait already" in body["error"]["message"]
+        assert "1 requests are waiting already" in body["error"]["message"]
         ready(rig)
         assert (await first)[0] == 200
 

@@ -279,7 +279,7 @@ def test_shadow_policies_are_read_from_one_setting(text, names):
     ("text", "words"),
     [
         ("best", "there is no policy 'best'"),
-        ("locality,locality", "named twice"),
+        ("locality,locality", "given twice"),
         ("locality:tie=0.1,more=2", "no parameter 'more'"),
     ],
 )

@@ -81,7 +81,7 @@ async def test_the_first_worker_that_refuses_ends_the_change_and_is_named():
         status, _, body = await rig.post("/admin/weights", {"model": "/m/next"})
         assert status == 400
         message = body["error"]["message"]
-        assert "w1 keeps its weights: it has another architecture" in message
+        assert "w1 did not change its weights: it has another architecture" in message
         assert "changed before it: w0" in message
         assert [name for name, _ in order] == ["w0", "w1"]
 
@@ -93,4 +93,4 @@ async def test_what_cannot_be_asked_is_refused_in_words():
         assert "must be of the form" in body["error"]["message"]
         status, _, body = await rig.post("/admin/weights", {"model": "x", "worker": "nobody"})
         assert status == 503
-        assert "no worker nobody is ready" in body["error"]["message"]
+        assert "the worker nobody is not ready" in body["error"]["message"]

@@ -116,7 +116,7 @@ def test_a_head_that_asks_for_the_token_of_its_user_is_joined(
     assert "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN" in run()
     token.parent.mkdir()
     token.write_text(RAY_TOKEN["RAY_AUTH_TOKEN"])
-    assert "no workers are deployed there" in run()
+    assert "no workers are deployed on this cluster" in run()
 
 
 def _answers(address: str) -> bool:

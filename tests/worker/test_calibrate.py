@@ -119,7 +119,7 @@ def test_enough_steps_are_not_measured_longer():
 
 def test_steps_that_stay_too_few_are_no_profile():
     runner, limits, clock = slow_engine(step_s=60.0)
-    with pytest.raises(CalibrationError, match=r"only 10 steps in 600 s.*--token-budget"):
+    with pytest.raises(CalibrationError, match=r"10 steps were measured in 600 s.*--token-budget"):
         measure(runner, limits, 15.0, clock=clock)
 
 

@@ -120,7 +120,7 @@ def vars_of(item):
 def test_a_check_sees_tokens_that_were_changed_elsewhere():
     decodes, (a, _, _) = batch_of_three()
     a.tokens.append(1)
-    with pytest.raises(InvariantError, match="a decodes"):
+    with pytest.raises(InvariantError, match="a has the columns"):
         decodes.check()
 
 

@@ -197,7 +197,7 @@ def test_a_profile_is_read_from_a_file_and_served(tmp_path, name, text):
         ("kv_tokens = 64\ncontext_tokens = 32\n[cost]\nstep = 0.5\n", "step"),
         ("kv_tokens = 64\ncontext_tokens = 32\n[cost]\nstep_s = -1.0\n", "negative"),
         ("kv_tokens = 0\ncontext_tokens = 32\n[cost]\nstep_s = 1.0\n", "at least 1"),
-        ("no toml", "cannot be used"),
+        ("no toml", "is invalid"),
     ],
 )
 def test_what_is_wrong_in_a_profile_is_said(tmp_path, text, said):

@@ -77,6 +77,6 @@ def test_an_engine_in_which_nothing_can_be_computed_ends():
     rig = Rig()
     rig.runner.broken = RuntimeError("the accelerator fell over")
     loop, socket = loop_of(rig, [add(f"r{number}") for number in range(9)])
-    with pytest.raises(RuntimeError, match=r"3 steps in a row failed: .*fell over"):
+    with pytest.raises(RuntimeError, match=r"3 steps in a row have failed: .*fell over"):
         loop.run()
     assert len(ends(socket)) == DEAD_STEPS_TO_GIVE_UP

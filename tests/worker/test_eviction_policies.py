@@ -289,10 +289,10 @@ def test_a_heap_of_leaves_stays_as_small_as_what_it_holds():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("mru", "no eviction policy is called 'mru': take one of lru, lfu, ttl, workload_aware"),
-        ("ttl:seconds=3", "does not take 'seconds=3': it takes ttl_s=600"),
-        ("lru:x=1", "it takes nothing"),
-        ("ttl:ttl_s=soon", "is no number: 'soon'"),
+        ("mru", "unknown eviction policy 'mru'; use one of lru, lfu, ttl, workload_aware"),
+        ("ttl:seconds=3", "has no parameter 'seconds=3'; it has ttl_s=600"),
+        ("lru:x=1", "it has none"),
+        ("ttl:ttl_s=soon", "must be a number, got 'soon'"),
         ("ttl:ttl_s=0", "must be above 0"),
         ("ttl:ttl_s=nan", "must be above 0"),
     ],

@@ -158,7 +158,7 @@ def test_position_schemes_differ_where_rotations_differ():
         ({"architectures": None}, "names none"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
-        ({"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "part of each"),
+        ({"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "partial rotary"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"num_key_value_heads": 3}, "multiple of KV heads"),
     ],
@@ -173,7 +173,7 @@ def test_weights_that_do_not_fit_the_configuration_are_refused():
     config = tiny_config()
     tensors = random_tensors(config)
     missing = {name: tensor for name, tensor in tensors.items() if "1.mlp.up" not in name}
-    with pytest.raises(UnsupportedModel, match=r"no tensor model\.layers\.1\.mlp\.up_proj"):
+    with pytest.raises(UnsupportedModel, match=r"lack the tensor model\.layers\.1\.mlp\.up_proj"):
         LlamaModel(config, missing, torch.float32)
     with pytest.raises(UnsupportedModel, match=r"does not use, such as extra\.weight"):
         LlamaModel(config, {**tensors, "extra.weight": torch.ones(1)}, torch.float32)

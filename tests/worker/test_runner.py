@@ -120,7 +120,7 @@ def test_a_cpu_pool_is_modest_and_never_more_than_fits(monkeypatch):
     monkeypatch.setattr(kv_memory, "CPU_POOL_BYTES", 10 * block_bytes)
     assert blocks_that_fit(config, 16, torch.float32, "cpu", 0.85) == 9
     monkeypatch.setattr(kv_memory, "CPU_POOL_BYTES", block_bytes)
-    with pytest.raises(MemoryError, match="holds no block"):
+    with pytest.raises(MemoryError, match="cannot hold one block"):
         blocks_that_fit(config, 16, torch.float32, "cpu", 0.85)
 
 

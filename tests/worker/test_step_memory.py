@@ -84,7 +84,7 @@ def test_what_steps_take_is_left_out_of_the_pool(monkeypatch):
     block = kv_block_bytes(config, 16, torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000 * block, 2000 * block))
     assert blocks_that_fit(config, 16, torch.bfloat16, "cuda", 0.5, 200 * block) == 399
-    with pytest.raises(MemoryError, match="kept for steps"):
+    with pytest.raises(MemoryError, match="reserved for steps"):
         blocks_that_fit(config, 16, torch.bfloat16, "cuda", 0.5, 1001 * block)
 
 

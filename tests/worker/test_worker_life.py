@@ -236,7 +236,7 @@ async def test_what_does_not_end_in_time_fails_clearly(redis_url, pool, models):
         assert service.failure() == "", "its health check would have it killed"
         turned_away, _, body = await worker.ask("now?")
         assert turned_away == 503
-        assert "loading other weights" in body["error"]["message"]
+        assert "loading new weights" in body["error"]["message"]
         again, _ = await worker.change(models[1])
         assert again == 409
         status, _, body = await long

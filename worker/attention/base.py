@@ -1,8 +1,8 @@
 """The interface of attention over the paged KV pool, and the pool's layout.
 
-Pool layout, the same for all: per layer a tensor of keys and one of values,
-`[blocks + 1, block_size, kv_heads, head_dim]`. Block 0 is padding: block tables are filled up
-with it, and the rows that pad a replayed step write to it. A token's slot is
+Pool layout, for all backends: per layer a tensor of keys and one of values,
+`[blocks + 1, block_size, kv_heads, head_dim]`. Block 0 is padding: it pads block tables, and the
+rows that pad a replayed step write to it. A token's slot is
 `block * block_size + offset`.
 
 In a step the sequences that compute one token (decodes) come first, longest context first,
@@ -20,17 +20,17 @@ import torch
 
 
 class AttentionMetadata(NamedTuple):
-    """Where the step's rows belong, made once a step and used by every layer.
+    """Where the step's rows belong, built once per step and used by every layer.
 
     On the device (integers, views of the step's single upload):
     query_start_loc  [sequences + 1]  first row of each sequence, then the number of rows
     seq_lens         [sequences]      tokens of each sequence, those of this step included
-    block_table      [sequences, widest]  blocks of each sequence, filled up with 0
-    slot_mapping     [rows]           slot that each row's key and value go to
+    block_table      [sequences, widest]  blocks of each sequence, padded with 0
+    slot_mapping     [rows]           slot of each row's key and value
 
     On the host, so that planning needs no synchronisation:
     block_size       tokens in a block
-    decodes          how many of the first sequences compute exactly one token
+    decodes          number of leading sequences that compute exactly one token
     query_lens       rows of each sequence
     context_lens     tokens of each sequence, those of this step included
     """
@@ -51,8 +51,8 @@ PlanT = TypeVar("PlanT")
 class AttentionBackend(ABC, Generic[PlanT]):
     """Causal grouped-query attention of the step's rows over all tokens up to each row.
 
-    replayable_decodes   a plan for decodes only reads nothing but the metadata's device tensors
-                         later, so that a CUDA graph may replay it on other contents
+    replayable_decodes   a plan for decodes reads only the metadata's device tensors later, so that
+                         a CUDA graph can replay it on other contents
     """
 
     name: str
@@ -60,9 +60,9 @@ class AttentionBackend(ABC, Generic[PlanT]):
 
     @abstractmethod
     def plan(self, step: AttentionMetadata, dtype: torch.dtype) -> PlanT:
-        """What all layers of one step share: masks, index lists, launch sizes.
+        """Prepare what all layers of one step share: masks, index lists, launch sizes.
 
-        `dtype` is that of queries and pool.
+        `dtype` is the dtype of queries and pool.
         """
 
     @abstractmethod
@@ -77,7 +77,7 @@ class AttentionBackend(ABC, Generic[PlanT]):
     ) -> torch.Tensor:
         """Write the step's keys and values to the pool, then attend.
 
-        What lies in slots beyond a sequence's tokens changes nothing for it, NaN included.
+        Slots beyond a sequence's tokens have no effect on it, even if they hold NaN.
 
         query       [rows, query_heads, head_dim], rotated
         key, value  [rows, kv_heads, head_dim], keys rotated

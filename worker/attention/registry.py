@@ -12,18 +12,18 @@ BACKENDS = ("auto", "sdpa", "triton")
 def attention_backend(name: str, device: torch.device | str = "cpu") -> AttentionBackend[object]:
     """The backend of that name for `device`; "auto" is triton on CUDA, else sdpa.
 
-    Raises ValueError for a name that is not there, or a backend whose package is missing.
+    Raises ValueError for an unknown name, or a backend whose package is missing.
     """
     if name == "varlen":
         raise ValueError(
-            "varlen only cross-checks triton, in tests/gpu/run.py, since it reads no blocks below "
-            "256 tokens; set worker.attention to triton"
+            "the attention backend varlen is only a reference in tests/gpu/run.py, because it "
+            "cannot read blocks below 256 tokens; set worker.attention to triton"
         )
     if name not in BACKENDS:
-        raise ValueError(f"no attention backend {name!r}; there are {', '.join(BACKENDS)}")
+        raise ValueError(f"unknown attention backend {name!r}; use one of {', '.join(BACKENDS)}")
     if name == "auto":
         name = "triton" if torch.device(device).type == "cuda" else "sdpa"
-    # Imported here: not every machine has triton.
+    # Imported here, because not every machine has triton.
     if name == "sdpa":
         from worker.attention.sdpa import SdpaBackend
 
@@ -32,7 +32,7 @@ def attention_backend(name: str, device: torch.device | str = "cpu") -> Attentio
         from worker.attention.triton import TritonBackend
     except ModuleNotFoundError as error:
         raise ValueError(
-            "the attention backend triton needs the package triton: CUDA builds of torch bring "
-            "it, else install stemroute[cuda]; or set worker.attention to sdpa"
+            "the attention backend triton needs the package triton. Install a CUDA build of "
+            "torch or stemroute[cuda], or set worker.attention to sdpa"
         ) from error
     return TritonBackend()  # type: ignore[return-value]

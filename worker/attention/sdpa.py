@@ -1,12 +1,12 @@
-"""Gather, then `scaled_dot_product_attention`: the CPU's backend, and the reference for others.
+"""Gather, then `scaled_dot_product_attention`: the backend for CPUs, and the reference for others.
 
-Decodes are batched: blocks of several sequences are gathered side by side, and the query heads
-that share a KV head are folded into one group, so that keys are read once for the group.
-Prefill chunks go one sequence at a time.
+Decodes are batched: blocks of several sequences are gathered side by side, and the query heads that
+share a KV head are folded into one group, so that keys are read once per group. Prefill chunks are
+computed one sequence at a time.
 
-A mask alone does not hide what the former owner of a block left there: 0 times NaN is NaN. So a
-block is zeroed when a sequence begins to fill it, and a decode that is gathered beside longer ones
-is filled up with a block of its own.
+A mask alone does not hide values that the former owner of a block left: 0 times NaN is NaN. So a
+block is zeroed when a sequence starts to fill it, and a decode that is gathered beside longer ones
+is padded with a block of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from worker.staging import upload
 
 PADDING_SHARE = 0.25
 PADDING_BLOCKS = 64
-"""Decodes share a gather while its padding is at most that share of the useful blocks, or so few
+"""Decodes share a gather while its padding is at most this share of the useful blocks, or so few
 blocks that another call would cost more."""
 
 
@@ -42,7 +42,7 @@ class DecodeGroup(NamedTuple):
 class Chunk(NamedTuple):
     """Prefill chunk of one sequence: rows [first, last) at the end of `context` tokens.
 
-    mask is [rows, context], 0 or -inf, aligned bottom-right; None where the chunk is the whole
+    mask is [rows, context], 0 or -inf, aligned bottom-right; None if the chunk is the whole
     context, which needs neither pool nor mask.
     """
 
@@ -54,9 +54,9 @@ class Chunk(NamedTuple):
 
 
 class SdpaPlan(NamedTuple):
-    """Slots to write, then what to gather for whom.
+    """Slots to write, and blocks to gather per group.
 
-    begun  blocks whose first slots this step writes, but not their last; None for none
+    begun  blocks whose first slots this step writes, but not their last; None if there are none
     """
 
     slot_mapping: torch.Tensor
@@ -66,7 +66,7 @@ class SdpaPlan(NamedTuple):
 
 
 class SdpaBackend(AttentionBackend[SdpaPlan]):
-    """Works wherever torch does."""
+    """Runs on every device of torch."""
 
     name = "sdpa"
 
@@ -74,7 +74,7 @@ class SdpaBackend(AttentionBackend[SdpaPlan]):
         self._buffers: dict[str, torch.Tensor] = {}
 
     def plan(self, step: AttentionMetadata, dtype: torch.dtype) -> SdpaPlan:
-        """Group the decodes by length and make the masks."""
+        """Group the decodes by length and build the masks."""
         groups = []
         for first, last, width in _group_by_width(step):
             block_ids = _filled_up(step, first, last, width)
@@ -144,9 +144,9 @@ class SdpaBackend(AttentionBackend[SdpaPlan]):
     def _gather(
         self, name: str, pool: torch.Tensor, block_ids: torch.Tensor, sequences: int
     ) -> torch.Tensor:
-        """Blocks side by side: `[sequences, tokens, kv_heads, head_dim]`.
+        """Gather blocks side by side: `[sequences, tokens, kv_heads, head_dim]`.
 
-        The target is kept between layers and steps: fresh memory costs a page fault a page.
+        The target is reused between layers and steps: new memory costs one page fault per page.
         """
         buffer = self._buffers.get(name)
         size = block_ids.numel()
@@ -176,7 +176,7 @@ def _group_by_width(step: AttentionMetadata) -> list[tuple[int, int, int]]:
 
 
 def _begun(step: AttentionMetadata) -> torch.Tensor | None:
-    """Blocks that a sequence begins in this step without filling them."""
+    """Blocks that a sequence starts in this step and does not fill."""
     size = step.block_size
     ends = [
         (index, context // size)
@@ -192,7 +192,7 @@ def _begun(step: AttentionMetadata) -> torch.Tensor | None:
 
 
 def _filled_up(step: AttentionMetadata, first: int, last: int, width: int) -> torch.Tensor:
-    """Blocks `[last - first, width]` of these sequences, behind the last one the first again."""
+    """Blocks `[last - first, width]` of these sequences, padded with each one's first block."""
     block_ids = step.block_table[first:last, :width]
     used = -(-np.array(step.context_lens[first:last]) // step.block_size)
     if used.min() == width:
@@ -202,6 +202,6 @@ def _filled_up(step: AttentionMetadata, first: int, last: int, width: int) -> to
 
 
 def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where a key may be seen, -inf where `hidden`."""
+    """0 for visible keys, -inf for `hidden` ones."""
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return mask.masked_fill_(hidden, float("-inf"))

@@ -1,7 +1,7 @@
 """Paged attention without a gather: Triton kernels that read the pool through the block table.
 
 The backend for CUDA. On a CPU it runs only in Triton's interpreter (`TRITON_INTERPRET=1` before
-triton is first imported), which is for tests: it is slower than `sdpa` by orders of magnitude.
+triton is first imported), for tests: it is orders of magnitude slower than `sdpa`.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from worker.attention.triton_kernels import join_splits, paged_attention
 from worker.staging import upload
 
 CHUNK_TILE = 64
-"""Rows times query heads of a group in one program of a prefill chunk, at least."""
+"""Minimum of rows times query heads of a group in one program of a prefill chunk."""
 
 TILE_KEYS_BYTES = 256
-"""A program looks at 64 keys at a time, at 32 where a key is longer than this: two stages of keys
-and values have to fit in shared memory."""
+"""A program reads 64 keys at a time, or 32 if a key is longer than this: two stages of keys and
+values must fit in shared memory."""
 
 MAX_SPLITS = 32
 MIN_SPLIT_KEYS = 256
-"""A decode's keys are split among programs where sequences alone would leave processors idle,
-but into parts no smaller than that."""
+"""A decode's keys are split among programs if the sequences alone would leave processors idle, but
+into parts of at least this many keys."""
 
 PROGRAMS_PER_PROCESSOR = 2
 
 
 class Tiles(NamedTuple):
-    """Tiles of the prefill chunks: of which sequence, from which of its rows. `[tiles]` each."""
+    """Tiles of the prefill chunks: the sequence and its first row, `[tiles]` each."""
 
     sequences: torch.Tensor
     first_rows: torch.Tensor
 
 
 class Parts(NamedTuple):
-    """Where the programs of a split decode leave their sums, fp32; all layers share them.
+    """Partial results of the programs of a split decode, fp32; shared by all layers.
 
     sums          [decodes, query_heads, splits, head_dim]
     tops, totals  [decodes, query_heads, splits]
@@ -51,10 +51,10 @@ class Parts(NamedTuple):
 
 
 class TritonPlan:
-    """What one step launches; the first layer fills in what depends on the model's shape.
+    """The launches of one step; the first layer adds what depends on the model's shape.
 
-    For a step of decodes only, all that the kernels read lies in the metadata's device tensors:
-    such a plan serves again after these have been overwritten, with contexts as long as at first.
+    For a step of decodes only, the kernels read only the metadata's device tensors: such a plan can
+    be reused after these were overwritten, with contexts up to the original length.
     """
 
     def __init__(self, step: AttentionMetadata) -> None:
@@ -74,7 +74,7 @@ class TritonBackend(AttentionBackend[TritonPlan]):
         self._processors: dict[torch.device, int] = {}
 
     def plan(self, step: AttentionMetadata, dtype: torch.dtype) -> TritonPlan:
-        """Nothing to do before the number of heads is known."""
+        """Nothing to prepare before the number of heads is known."""
         return TritonPlan(step)
 
     def attend(
@@ -86,7 +86,7 @@ class TritonBackend(AttentionBackend[TritonPlan]):
         value_pool: torch.Tensor,
         plan: TritonPlan,
     ) -> torch.Tensor:
-        """See `AttentionBackend.attend`. Raises ValueError where Triton cannot run."""
+        """See `AttentionBackend.attend`. Raises ValueError if Triton cannot run."""
         if query.device.type != "cuda" and not self._interpreted:
             raise ValueError(
                 f"the attention backend triton needs a CUDA device, not {query.device}; "
@@ -166,7 +166,7 @@ class TritonBackend(AttentionBackend[TritonPlan]):
         assert value_pool.is_contiguous()
         assert step.block_table.stride(1) == 1
         wide = _wide(head_dim)
-        # Pointers that a variant does not read still have to point somewhere.
+        # Pointers that a variant does not read must still be valid.
         parts = plan.parts if splits > 1 and plan.parts is not None else Parts(out, out, out)
         sequences, first_rows = tiles or (step.seq_lens, step.seq_lens)
         paged_attention[grid](
@@ -208,10 +208,10 @@ class TritonBackend(AttentionBackend[TritonPlan]):
 
 
 def splits_of(programs: int, longest: int, processors: int) -> int:
-    """Into how many parts to split the keys of a step's decodes: a power of two.
+    """Number of parts into which to split the keys of a step's decodes: a power of two.
 
-    programs   there are without splitting
-    longest    context of the step in tokens
+    programs   number of programs without splitting
+    longest    longest context of the step in tokens
     """
     wanted = PROGRAMS_PER_PROCESSOR * processors // programs
     limit = min(wanted, longest // MIN_SPLIT_KEYS, MAX_SPLITS)
@@ -219,7 +219,7 @@ def splits_of(programs: int, longest: int, processors: int) -> int:
 
 
 def _cut(step: AttentionMetadata, rows_of_tile: int, device: torch.device) -> Tiles:
-    """Tiles of the chunks, the last of each sequence first: they see most keys and take longest."""
+    """Tiles of the chunks, the last of each sequence first, since these take longest."""
     sequences: list[int] = []
     first_rows: list[int] = []
     for index in range(step.decodes, len(step.query_lens)):

@@ -1,17 +1,17 @@
-"""The paged attention kernels, in Triton: one for decodes and prefill chunks, one to join splits.
+"""The paged attention kernels in Triton: one for decodes and prefill chunks, one to join splits.
 
 A program computes one tile: some consecutive rows of one sequence, for all query heads that share
 one KV head. Rows and heads are folded into the tile's first dimension, so keys are read once:
 
     tile row m  ->  row `first_row + m // GROUP` of the sequence, head `m % GROUP` of the group
 
-It walks over the sequence's keys through the block table with a running maximum and sum (online
+It iterates over the sequence's keys through the block table with a running maximum and sum (online
 softmax, Milakov and Gimelshein 2018; FlashAttention, Dao 2022), all in fp32 and base 2. With
-SPLITS > 1 the walk is shared by several programs (Flash-Decoding, 2023), whose partial sums
-`join_splits` adds up.
+SPLITS > 1 several programs share the keys (Flash-Decoding, 2023), and `join_splits` adds up their
+partial sums.
 
-Under `TRITON_INTERPRET=1` the same source runs on a CPU, there with UPCAST: the interpreter
-computes products of bfloat16 wrongly.
+Under `TRITON_INTERPRET=1` the same source runs on a CPU, with UPCAST, because the interpreter
+computes products of bfloat16 incorrectly.
 """
 
 # Triton compiles these functions from their source: their parameters have no Python types.
@@ -55,7 +55,7 @@ def paged_attention(
 
     query          [rows, query_heads, HEAD_DIM], rows `query_stride` elements apart
     pools          [blocks + 1, BLOCK_SIZE, KV_HEADS, HEAD_DIM], contiguous
-    out            [rows, query_heads, HEAD_DIM], contiguous; written where SPLITS is 1
+    out            [rows, query_heads, HEAD_DIM], contiguous; written if SPLITS is 1
     part_sums      [rows, query_heads, SPLITS, HEAD_DIM] fp32, weighted sums of values
     part_tops      [rows, query_heads, SPLITS] fp32, greatest score (base 2); -inf for no key
     part_totals    [rows, query_heads, SPLITS] fp32, sums of weights
@@ -79,7 +79,7 @@ def paged_attention(
     rows = tl.load(query_start_loc + sequence + 1).to(tl.int32) - start
     context = tl.load(seq_lens + sequence).to(tl.int32)
 
-    # The tile's rows: their place in the step, their head, the last position that each sees.
+    # The tile's rows: their index in the step, their head, the last position that each sees.
     m = tl.arange(0, TILE)
     row = first_row + m // GROUP
     here = (m < TILE // GROUP * GROUP) & (row < rows)
@@ -96,7 +96,7 @@ def paged_attention(
     if UPCAST:
         q = q.to(tl.float32)
 
-    # The keys [begin, end) of this split; later rows of the sequence are beyond the tile's sight.
+    # The keys [begin, end) of this split; the tile does not see later rows of the sequence.
     last = tl.minimum(context, context - rows + first_row + TILE // GROUP)
     steps = tl.cdiv(tl.cdiv(last, TILE_KEYS), SPLITS)
     begin = split * steps * TILE_KEYS

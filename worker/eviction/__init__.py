@@ -1,10 +1,10 @@
-"""Which cached block is evicted when a block is needed.
+"""Eviction policies: which cached block to evict when a block is needed.
 
-The cache may only lose *leaves*: cached blocks that no sequence references and that no cached block
-continues. Then what is cached stays prefix-closed whatever the policy. The cache tells its policy
-which blocks are leaves, as they change; a policy orders them by what it knows of their use.
+Only *leaves* may be evicted: cached blocks that no sequence references and no cached block
+continues. So the cached set stays prefix-closed under every policy. The cache tells its policy when
+a block becomes a leaf or stops being one; the policy orders leaves by their use.
 
-    base.py            what a policy is told and asked
+    base.py            the interface of a policy
     lru.py             least recently used
     lfu.py             least frequently used, with aging
     ttl.py             expiry after a fixed time, else least recently used

@@ -7,13 +7,13 @@ from typing import NamedTuple, Protocol
 
 
 class BlockUse(NamedTuple):
-    """Who uses blocks, told to the policy once for a whole run of them.
+    """A use of consecutive blocks by a sequence, as the policy sees it.
 
     now            time of the step, seconds on the caller's clock
     depth          index of the first block in its sequence; the others follow
-    prompt_blocks  full blocks of the sequence's prompt, to tell the offset from its end
-    request_type   kind of work that the request belongs to, "" where nobody said
-    turn           1, 2, ... in a conversation; 0 where nobody said
+    prompt_blocks  full blocks of the sequence's prompt, to compute the offset from its end
+    request_type   kind of work of the request; "": unknown
+    turn           1, 2, ... in a conversation; 0: unknown
     """
 
     now: float
@@ -24,10 +24,10 @@ class BlockUse(NamedTuple):
 
 
 class EvictionPolicy(Protocol):
-    """A policy sees block numbers only; pool and cache call it, never the other way round.
+    """A policy sees block numbers only. Pool and cache call it; it never calls them.
 
-    When a block lost its last reference stands in `pool.last_used`; a policy may note later uses
-    there too. It does not change while the block is a leaf.
+    `pool.last_used` is the time at which a block lost its last reference; a policy may also record
+    later uses there. It does not change while the block is a leaf.
     """
 
     def used(self, blocks: Sequence[int], use: BlockUse) -> None:
@@ -39,16 +39,16 @@ class EvictionPolicy(Protocol):
         ...
 
     def withdrawn(self, block: int) -> None:
-        """It may not any longer: it is referenced again."""
+        """The block may not be evicted any more: it is referenced again."""
         ...
 
     def victim(self, now: float) -> int:
-        """The leaf to evict now; it is a leaf no more. Called only while there is one."""
+        """Remove and return the leaf to evict. Called only while there is one."""
         ...
 
     def expired(self, now: float) -> int:
-        """A leaf that is not worth keeping though nobody needs its block, and a leaf no more; 0
-        where there is none."""
+        """Remove and return a leaf that has expired although no request needs its block; 0 if there
+        is none."""
         ...
 
     def clear(self) -> None:

@@ -11,10 +11,10 @@ from worker.leaf_heap import LeafHeap
 
 
 class Lfu:
-    """Evict what was used least often; among those, what was of use longest ago.
+    """Evict the block with the fewest uses; among equals, the one used longest ago.
 
-    Counts age as in LFU with dynamic aging (Arlitt et al., 2000): a use counts from the count of
-    the last victim on, so what was popular once does not stay for ever.
+    Counts age as in LFU with dynamic aging (Arlitt et al., 2000): counts start from the count of
+    the last victim, so that blocks that were popular once do not stay forever.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -25,22 +25,22 @@ class Lfu:
         self._floor = 0
 
     def used(self, blocks: Sequence[int], use: BlockUse) -> None:
-        """One use more."""
+        """Count a use."""
         uses, ranks, floor = self._uses, self._ranks, self._floor
         for block in blocks:
             uses[block] += 1
             ranks[block] = floor + uses[block]
 
     def leaf(self, block: int) -> None:
-        """Ranked by its uses, then by the time of the last."""
+        """Rank the leaf by its uses, then by the time of the last one."""
         self._heap.push(block, (self._ranks[block], self._pool.last_used[block]))
 
     def withdrawn(self, block: int) -> None:
-        """Keeps its count."""
+        """Remove the leaf; its count stays."""
         self._heap.discard(block)
 
     def victim(self, now: float) -> int:
-        """The least ranked leaf."""
+        """The leaf with the lowest rank."""
         block = self._heap.pop()
         self._floor = max(self._floor, self._ranks[block])
         self._uses[block] = 0

@@ -11,22 +11,22 @@ from worker.eviction.base import BlockUse
 class Lru:
     """Evict the block that was released longest ago.
 
-    The pool's list of kept blocks already is that order, and its head always is a leaf: a sequence
-    references its whole cached prefix and releases it deepest block first, so a block lies behind
-    everything that continues it. Hence no state and O(1).
+    The pool's list of kept blocks is in this order, and its head is always a leaf: a sequence
+    references its whole cached prefix and releases it deepest block first, so a block comes after
+    all blocks that continue it. So the policy has no state and is O(1).
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
 
     def used(self, blocks: Sequence[int], use: BlockUse) -> None:
-        """Nothing to note: releasing the blocks puts them last."""
+        """Nothing to do: releasing the blocks puts them last."""
 
     def leaf(self, block: int) -> None:
-        """Nothing to note."""
+        """Nothing to do."""
 
     def withdrawn(self, block: int) -> None:
-        """Nothing to note."""
+        """Nothing to do."""
 
     def victim(self, now: float) -> int:
         """The oldest kept block."""
@@ -37,4 +37,4 @@ class Lru:
         return 0
 
     def clear(self) -> None:
-        """Nothing to forget."""
+        """Nothing to do."""

@@ -19,20 +19,17 @@ POLICIES: dict[str, tuple[Callable[..., EvictionPolicy], dict[str, float]]] = {
     "ttl": (Ttl, {"ttl_s": 600.0}),
     "workload_aware": (WorkloadAware, {}),
 }
-"""Name -> what makes the policy of a pool, and its parameters with their defaults."""
+"""Name -> factory of the policy for a pool, and its parameters with their defaults."""
 
 
 def parse_eviction(text: str) -> MakePolicy:
-    """What makes the policy that the text names.
+    """Factory of the policy that the text describes.
 
-    Raises ValueError, in words, for an unknown name, an unknown parameter or a value that does not
-    work.
+    Raises ValueError for an unknown name, an unknown parameter or an invalid value.
     """
     name, _, rest = text.strip().partition(":")
     if name not in POLICIES:
-        raise ValueError(
-            f"no eviction policy is called {name!r}: take one of {', '.join(POLICIES)}"
-        )
+        raise ValueError(f"unknown eviction policy {name!r}; use one of {', '.join(POLICIES)}")
     make, defaults = POLICIES[name]
     fields = dict(defaults)
     for part in rest.split(",") if rest else []:
@@ -40,13 +37,13 @@ def parse_eviction(text: str) -> MakePolicy:
         if not equals or key not in defaults:
             known = ", ".join(f"{key}={default:g}" for key, default in defaults.items())
             raise ValueError(
-                f"the eviction policy {name} does not take {part!r}: it takes {known or 'nothing'}"
+                f"the eviction policy {name} has no parameter {part!r}; it has {known or 'none'}"
             )
         try:
             fields[key] = float(value)
         except ValueError as error:
             raise ValueError(
-                f"{key} of the eviction policy {name} is no number: {value!r}"
+                f"{key} of the eviction policy {name} must be a number, got {value!r}"
             ) from error
-    make(BlockPool(1), **fields)  # a value that does not work is refused here
+    make(BlockPool(1), **fields)  # an invalid value fails here
     return lambda pool: make(pool, **fields)

@@ -1,4 +1,4 @@
-"""`ttl`: evict blocks that nobody used for a given time, else the longest unused."""
+"""`ttl`: evict blocks that were not used for a given time, else the least recently used one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from worker.leaf_heap import LeafHeap
 
 
 class Ttl:
-    """Evict what was of use longest ago, and whatever was of no use for `ttl_s` seconds.
+    """Evict the least recently used block, and every block not used for `ttl_s` seconds.
 
-    A block is never older than what continues it, so a chain expires from its end.
+    A block is never older than the blocks that continue it, so a chain expires from its end.
     """
 
     def __init__(self, pool: BlockPool, ttl_s: float) -> None:
@@ -24,22 +24,22 @@ class Ttl:
         self._heap: LeafHeap[tuple[float]] = LeafHeap()
 
     def used(self, blocks: Sequence[int], use: BlockUse) -> None:
-        """Nothing to note: the pool keeps the time."""
+        """Nothing to do: the pool stores the time."""
 
     def leaf(self, block: int) -> None:
-        """By the time of its last use."""
+        """Add the leaf by the time of its last use."""
         self._heap.push(block, (self._pool.last_used[block],))
 
     def withdrawn(self, block: int) -> None:
-        """It is of use again."""
+        """Remove the leaf, which is used again."""
         self._heap.discard(block)
 
     def victim(self, now: float) -> int:
-        """The leaf unused for longest."""
+        """The least recently used leaf."""
         return self._heap.pop()
 
     def expired(self, now: float) -> int:
-        """The leaf unused for longest, where that is at least `ttl_s`."""
+        """The least recently used leaf, if it was not used for `ttl_s`."""
         oldest = self._heap.least()
         if oldest is None or now - oldest.key[0] < self.ttl_s:
             return 0

@@ -1,4 +1,4 @@
-"""`workload_aware`: evict what its kind of request makes least likely to be used again.
+"""`workload_aware`: evict the block that its class of request makes least likely to be used again.
 
 Source: "KVCache in the Wild" (USENIX ATC'25). Its finding: over all requests the time to the next
 use of a block is hard to predict, but within one class of request type and turn it follows an
@@ -17,23 +17,23 @@ from worker.eviction.base import BlockUse
 from worker.leaf_heap import LeafHeap
 
 MAX_CLASSES = 64
-"""Classes told apart; further ones share the last. An eviction looks at one leaf of each."""
+"""Maximum of classes; further ones share the last. An eviction looks at one leaf per class."""
 
 LAST_TURN = 8
-"""Later turns are one class."""
+"""Later turns form one class."""
 
 MEMORY = 4096
-"""Uses of blocks after which a class begins to forget: all its counts are halved."""
+"""Uses of blocks after which a class halves all its counts, to adapt."""
 
 PRIOR_S = 60.0
-"""What is assumed of the time to the next use, and of a block's life, before any was seen."""
+"""Assumed time to the next use and life of a block, before any was observed."""
 
 LIFE_SHARE = 0.01
 """Weight of one eviction in the mean life of a block."""
 
 
 class ReuseFit:
-    """What was seen of the blocks of one class: how many were used again, and after how long.
+    """Observed uses of the blocks of one class: how many were used again, and after how long.
 
     P(a next use at all) = p and, given one, P(it takes longer than t) = exp(-rate * t); both are
     maximum likelihood estimates with one imagined observation each.
@@ -59,7 +59,7 @@ class ReuseFit:
 
     @property
     def share(self) -> float:
-        """Share of the uses that were followed by another: p."""
+        """Share of uses that were followed by another: p."""
         return (self._reuses + 1.0) / (self._uses + 2.0)
 
     @property
@@ -68,9 +68,9 @@ class ReuseFit:
         return (self._reuses + 1.0) / (self._waited_s + PRIOR_S)
 
     def probability(self, idle_s: float, life_s: float) -> float:
-        """Of a use within `life_s` seconds from now, for a block that waits since `idle_s`.
+        """Probability of a use within the next `life_s` seconds, for a block idle for `idle_s`.
 
-        Bayes on the two above; it falls as `idle_s` grows.
+        Bayes' rule on the two above; it decreases with `idle_s`.
         """
         share, rate = min(self.share, 0.999), self.rate
         still = share * math.exp(-rate * idle_s)
@@ -78,7 +78,7 @@ class ReuseFit:
 
 
 class WorkloadAware:
-    """One heap of leaves for each class, by last use and then by offset from the prompt's end.
+    """One heap of leaves per class, by last use and then by offset from the prompt's end.
 
     The probability falls with the time since the last use, so the least likely leaf of a class is
     the head of its heap: an eviction compares the heads, O(classes + log leaves).
@@ -92,10 +92,10 @@ class WorkloadAware:
         self._class_of = array("b", [-1]) * (pool.capacity + 1)
         self._offsets = array("i", bytes(4 * (pool.capacity + 1)))
         self.life_s = PRIOR_S
-        """Mean time from a block's last use to its eviction: how long a block may hope to live."""
+        """Mean time from a block's last use to its eviction: its expected life."""
 
     def used(self, blocks: Sequence[int], use: BlockUse) -> None:
-        """Learn from the wait of those known, and count all to the class of their new user."""
+        """Learn from the idle time of known blocks, and move all to the class of their new user."""
         number = self._number(use)
         fit = self._fits[number]
         last_used, class_of = self._pool.last_used, self._class_of
@@ -111,12 +111,12 @@ class WorkloadAware:
             offset -= 1
 
     def leaf(self, block: int) -> None:
-        """Into the heap of its class."""
+        """Add the leaf to the heap of its class."""
         key = (self._pool.last_used[block], float(self._offsets[block]))
         self._heaps[self._class_of[block]].push(block, key)
 
     def withdrawn(self, block: int) -> None:
-        """Out of the heap of its class."""
+        """Remove the leaf from the heap of its class."""
         self._heaps[self._class_of[block]].discard(block)
 
     def victim(self, now: float) -> int:
@@ -143,13 +143,13 @@ class WorkloadAware:
         return 0
 
     def clear(self) -> None:
-        """Forget the blocks, not what was learnt of their classes."""
+        """Forget the blocks, but not the statistics of their classes."""
         for heap in self._heaps:
             heap.clear()
         self._class_of = array("b", [-1]) * len(self._class_of)
 
     def probability(self, request_type: str, turn: int, idle_s: float) -> float:
-        """Of a use within a block's life, for this class and wait: to look at what was learnt."""
+        """Probability of a use within a block's life, for inspection."""
         fit = self._fits[self._number(BlockUse(0.0, 0, 0, request_type, turn))]
         return fit.probability(idle_s, self.life_s)
 

@@ -11,11 +11,11 @@ import torch
 
 
 class ModelError(Exception):
-    """A model that cannot be loaded. The text says why, and what to do."""
+    """A model that cannot be loaded. The message says why and what to do."""
 
 
 class UnsupportedModel(ModelError):
-    """A model that this engine cannot run. The text says what about it, and what is supported."""
+    """A model that this engine cannot run. The message says why and what is supported."""
 
 
 SUPPORTED = {
@@ -24,14 +24,15 @@ SUPPORTED = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-"""Architectures of `config.json`, and the family each belongs to."""
+"""Architectures of `config.json` -> model family."""
 
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
-    """How rotary frequencies come from `theta`.
+    """How rotary frequencies are computed from `theta`.
 
-    kind "default": theta^(-2i/d). "linear": those divided by `factor`. "llama3": long waves are
-    divided by `factor`, short ones kept, and those between are blended (Llama 3.1 model card).
+    kind "default": theta^(-2i/d). "linear": those divided by `factor`. "llama3": frequencies of
+    long waves are divided by `factor`, those of short waves kept, and those between interpolated
+    (Llama 3.1 model card).
     "factors": each of the d/2 frequencies is divided by its own entry of `factors`
     (the `rope_freqs` of a GGUF file).
     """
@@ -46,7 +47,7 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scheme(self) -> str:
-        """Names the positions in a namespace: equal text, equal rotations."""
+        """Position scheme in a namespace: equal text means equal rotations."""
         match self.kind:
             case "default":
                 parts: list[object] = []
@@ -84,10 +85,10 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Shape of a model. Sizes are in elements, counts are of what the name says.
+    """Shape of a model. Sizes are in elements.
 
-    context_tokens  longest sequence whose attention is full: a sliding window cuts it
-    qkv_bias, output_bias, mlp_bias   which projections carry a bias
+    context_tokens  longest sequence with full attention, limited by a sliding window
+    qkv_bias, output_bias, mlp_bias   which projections have a bias
     qk_norm         RMS norm of each query and key head before the rotation (Qwen3)
     """
 
@@ -117,7 +118,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Parse the object of a `config.json`.
 
-        Raises UnsupportedModel where the architecture, activation or rotation is another.
+        Raises UnsupportedModel for another architecture, activation or rotation.
         """
         names = raw.get("architectures") or []
         family = next((SUPPORTED[name] for name in names if name in SUPPORTED), None)
@@ -155,7 +156,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 qk_norm=family == "qwen3",
             )
         except KeyError as error:
-            raise UnsupportedModel(f"config.json does not say {error.args[0]}") from error
+            raise UnsupportedModel(f"config.json lacks {error.args[0]}") from error
         if config.query_heads % config.kv_heads or config.head_dim % 2:
             raise UnsupportedModel(
                 f"{config.query_heads} query heads, {config.kv_heads} KV heads of "
@@ -175,7 +176,7 @@ def _parse_rope(raw: Mapping[str, Any]) -> Rope:
     theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if float(scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1) != 1:
-        raise UnsupportedModel("rotating only a part of each head is not supported")
+        raise UnsupportedModel("partial rotary embeddings are not supported")
     match kind:
         case "default":
             return Rope(theta=theta)
@@ -199,7 +200,7 @@ def _parse_rope(raw: Mapping[str, Any]) -> Rope:
 
 
 def _context_tokens(raw: Mapping[str, Any], family: str) -> int:
-    """Within a sliding window full attention is the same, so a window bounds the context.
+    """A sliding window limits the context, because within it attention is full.
 
     Linear scaling lengthens the context by its factor: `max_position_embeddings` is then what the
     model had before (documentation of `rope_scaling` in transformers), unless the configuration

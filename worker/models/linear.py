@@ -1,13 +1,13 @@
-"""Projections `[rows, in] -> [rows, out]`, in the layout that is quickest where they run.
+"""Projections `[rows, in] -> [rows, out]`, in the fastest layout for the device.
 
-On a CPU in fp32 a step with few rows mostly waits for weights, so what counts is how many bytes
-they take. `HalfLinear` keeps them in fp16 wherever that changes no value, as with checkpoints in
-fp16 or bf16 and with what a GGUF file holds: against MKL on one AVX2 thread it takes 0.4 of the
-time at 1 row, 0.35 at 8, 0.5 at 16 and about as long from 256 up (576 to 3,072 wide). Activations,
-products and sums are fp32 as ever.
+On a CPU in fp32 the time of a step with few rows is mostly reading weights, so their bytes matter.
+`HalfLinear` stores them in fp16 if that changes no value, as with checkpoints in fp16 or bf16 and
+with GGUF files: compared with MKL on one AVX2 thread it takes 0.4 of the time at 1 row, 0.35 at 8,
+0.5 at 16 and about the same from 256 up (576 to 3,072 wide). Activations, products and sums stay in
+fp32.
 
-Where fp16 cannot hold the values, matrices that are much wider than deep go to oneDNN, whose
-products with few rows take 0.5 to 0.7 of MKL's time for those shapes. The rest stays with MKL.
+If fp16 cannot represent the values, matrices with many more outputs than inputs use oneDNN, whose
+products with few rows take 0.5 to 0.7 of MKL's time for these shapes. The rest uses MKL.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 
 
 class Projection(Protocol):
-    """A matrix to multiply by, in whatever layout."""
+    """A matrix to multiply by, in any layout."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`[rows, in]` to `[rows, out]`."""
@@ -29,20 +29,20 @@ class Projection(Protocol):
 
 
 WIDE = 2
-"""Matrices with so many times more outputs than inputs are given to oneDNN."""
+"""Matrices with at least this many times more outputs than inputs use oneDNN."""
 
 ROWS_HINT = 8
-"""Rows that oneDNN picks the layout for; it is as quick for others."""
+"""Rows for which oneDNN chooses the layout; it is as fast for others."""
 
 HALF_PART = 4096
-"""Rows that are compared with their fp16 at a time, which bounds the memory that it takes."""
+"""Rows compared with their fp16 values at a time, to limit memory."""
 
 HALF_EXPONENT = 14
-"""Scaled matrices have their greatest value in [2^14, 2^15); fp16 ends just below 2^16."""
+"""The greatest value of a scaled matrix is in [2^14, 2^15); fp16 ends just below 2^16."""
 
 HALF_ERROR = 2.0**-25
-"""Half the distance of fp16's subnormal numbers: the rounding that a scaled value may suffer. It is
-2^-39 of the greatest value at most, where one rounding of fp32 is 2^-24."""
+"""Half the distance of fp16's subnormal numbers: the rounding error of a scaled value. It is at
+most 2^-39 of the greatest value, while one rounding in fp32 is 2^-24."""
 
 
 class Linear(NamedTuple):
@@ -73,7 +73,7 @@ class PackedLinear(NamedTuple):
 class HalfLinear(NamedTuple):
     """Weight and bias in FBGEMM's layout (opaque), the weight in fp16.
 
-    unscale  what the product is multiplied by: a power of two
+    unscale  factor of the product: a power of two
     """
 
     packed: Any
@@ -86,7 +86,7 @@ class HalfLinear(NamedTuple):
 
 
 def quickest(plain: Linear) -> Projection:
-    """The same projection in the layout that is quicker here; `plain` may then be let go."""
+    """The same projection in the fastest layout; `plain` can be freed afterwards."""
     weight = plain.weight
     out, into = weight.shape
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
@@ -105,9 +105,10 @@ def quickest(plain: Linear) -> Projection:
 
 
 def half_scale(weight: torch.Tensor) -> float:
-    """Power of two with which fp16 holds the matrix without changing it; 0 where it cannot.
+    """Power of two by which to scale the matrix so that fp16 holds it unchanged; 0 if there is
+    none.
 
-    That is 1 where fp16 holds every value as it is. Otherwise the greatest value is scaled up to
+    1 if fp16 holds every value as it is. Otherwise the greatest value is scaled up to
     the top of the range, and only values that then are subnormal may be rounded (`HALF_ERROR`):
     bf16 has fewer digits than fp16 but reaches further down.
     """

@@ -1,7 +1,7 @@
 """The Llama family in torch: RMS norm, rotary positions, grouped-query attention, gated MLP.
 
-All rows of a step, prefill chunks and decodes alike, go through each layer together; only
-attention looks at which sequence a row belongs to.
+All rows of a step, prefill chunks and decodes alike, go through each layer together; only attention
+depends on the sequence of a row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from worker.models.linear import Linear, Projection, quickest
 
 
 class Layer(NamedTuple):
-    """Weights of one layer. `qkv` is query, key, value one above the other; `gate_up` likewise."""
+    """Weights of one layer. `qkv` stacks query, key and value rows; `gate_up` likewise."""
 
     attention_norm: torch.Tensor
     qkv: Projection
@@ -35,9 +35,9 @@ class LlamaModel:
     """A model ready to run on one device, in one dtype.
 
     `tensors` are named as in a Hugging Face checkpoint; they are cast and moved as needed.
-    `runs_on` is the device whose layout the weights take, where it is another: for a model that
-    is only there to be adopted by one on that device.
-    Raises UnsupportedModel where one is missing, left over or of another shape.
+    `runs_on` is the device whose layout the weights use, if it differs: for a model that is only
+    loaded to be adopted by one on that device.
+    Raises UnsupportedModel if a tensor is missing, unexpected or of another shape.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class LlamaModel:
         self._inverse_frequencies = config.rope.inverse_frequencies(head_dim).to(self.device)
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """All weights that are plain tensors, in an order that depends on the configuration only:
-        all there are but on a CPU, where projections may have a layout of their own."""
+        """All weights that are plain tensors, in an order that depends on the configuration only.
+        On a CPU some are missing, because projections may have a layout of their own."""
         for part in (self.embedding, self.head, self.norm, *chain.from_iterable(self.layers)):
             if isinstance(part, torch.Tensor):
                 yield part
@@ -77,9 +77,9 @@ class LlamaModel:
     def adopt(self, other: LlamaModel) -> None:
         """Take over the weights of a model of the same configuration and dtype.
 
-        On an accelerator they are copied in place: no memory for a second copy is needed there, and
-        whatever knows the tensors' addresses goes on. On the host both models then share them, in
-        whatever layout they are. Raises ValueError where `other` is no model of the same shape.
+        On an accelerator they are copied in place: this needs no memory for a second copy, and the
+        tensors' addresses stay valid. On the host both models then share them in their layout.
+        Raises ValueError if `other` has another shape.
         """
         if (self.config, self.dtype) != (other.config, other.dtype):
             raise ValueError("only a model of the same configuration and dtype can be adopted")
@@ -105,7 +105,7 @@ class LlamaModel:
         pools                 per layer keys and values `[blocks + 1, block_size, kv_heads,
                               head_dim]`; the rows' keys and values are written to them
         plan                  of `backend`, for these rows
-        logit_rows            [sampled] rows whose next token is wanted
+        logit_rows            [sampled] rows whose next token is sampled
         Returns logits        [sampled, vocabulary] in fp32
         """
         config = self.config
@@ -152,7 +152,7 @@ def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 
 class _Taker:
-    """Takes tensors by name, checks their shapes and that all were taken."""
+    """Takes tensors by name; checks their shapes and that none is left."""
 
     def __init__(
         self,
@@ -168,22 +168,23 @@ class _Taker:
         self.taken: set[str] = set()
 
     def __call__(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor in memory of its own: the file it is mapped from may change or vanish."""
+        """A copy of the tensor, because the mapped file may change or be removed."""
         return self.mapped(name, *shape).to(self.device, self.dtype, copy=True)
 
     def mapped(self, name: str, *shape: int) -> torch.Tensor:
         tensor = self.tensors.get(name)
         if tensor is None:
-            raise UnsupportedModel(f"the weights hold no tensor {name}, which config.json implies")
+            raise UnsupportedModel(f"the weights lack the tensor {name}, which config.json implies")
         if tuple(tensor.shape) != shape:
             raise UnsupportedModel(
-                f"tensor {name} has the shape {tuple(tensor.shape)}, config.json implies {shape}"
+                f"tensor {name} has the shape {tuple(tensor.shape)}, but config.json implies "
+                f"{shape}"
             )
         self.taken.add(name)
         return tensor
 
     def linear(self, names: list[str], outs: list[int], into: int, bias: bool) -> Projection:
-        """The projections of these names, one above the other, as one."""
+        """The projections with these names, stacked into one."""
         weight = torch.empty(sum(outs), into, dtype=self.dtype, device=self.device)
         stacked = torch.empty(sum(outs), dtype=self.dtype, device=self.device) if bias else None
         first = 0
@@ -198,7 +199,7 @@ class _Taker:
         return quickest(plain) if self.runs_on.type == "cpu" else plain
 
     def finish(self) -> None:
-        # Older checkpoints carry the rotary frequencies, which follow from the configuration.
+        # Older checkpoints contain the rotary frequencies, which follow from the configuration.
         left = [
             name
             for name in sorted(self.tensors.keys() - self.taken)

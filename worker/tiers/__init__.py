@@ -1,1 +1,1 @@
-"""Cold tiers of the KV cache: blocks that had to leave the device, in host memory and on disk."""
+"""Cold tiers of the KV cache: blocks that left the device, in host memory and on disk."""

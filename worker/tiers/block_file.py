@@ -1,10 +1,10 @@
-"""One KV block as a file that proves itself: header, body, digest.
+"""One KV block as a file with its own verification: header, body, digest.
 
     magic (8) | version u32 | header bytes u32 | header (msgpack) | body | BLAKE2b-256 of all before
 
-A reader says what it expects; a file that differs in anything (another namespace, dtype or shape,
-other tokens, truncated, a flipped bit) is a `BadBlockFile`, never a hit. Writing goes to a
-temporary name, is synced and then renamed, so that a name never stands for half a file.
+A reader states what it expects. A file that differs in any way (another namespace, dtype or shape,
+other tokens, truncated, a flipped bit) is a `BadBlockFile`, never a hit. A file is written under a
+temporary name, synced and renamed, so that no name refers to a partial file.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ SUFFIX = ".kv"
 
 
 class BadBlockFile(ValueError):
-    """A file that does not hold what it should. Its text says in what it differs."""
+    """A file without the expected contents. The message says what differs."""
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """What a file says of itself.
+    """Description of a file's block.
 
     namespace   `Namespace.check()` of the worker, without its pool's secret
     kv_dtype    such as "bfloat16"
     shape       of the body: [2 × layers, block_size, kv_heads, head_dim]
     parent      hash of the block before it, b"" at depth 0
-    content     its packed tokens, at depth 0 behind the namespace root
+    content     its packed tokens, at depth 0 after the namespace root
     """
 
     namespace: str
@@ -53,7 +53,7 @@ def name_of(block_hash: bytes) -> str:
 
 
 def write_block_file(path: Path, header: Header, body: bytes | memoryview) -> None:
-    """Write a file under its name, whole or not at all. Raises OSError where it cannot."""
+    """Write a file under its name atomically. Raises OSError."""
     encoded = msgspec.msgpack.encode(header)
     front = PREFIX.pack(MAGIC, VERSION, len(encoded)) + encoded
     digest = hashlib.blake2b(front, digest_size=DIGEST_BYTES)
@@ -73,27 +73,27 @@ def write_block_file(path: Path, header: Header, body: bytes | memoryview) -> No
 
 
 def read_header(path: Path, body_bytes: int | None = None) -> Header:
-    """The header alone; of the rest only the size is looked at, where `body_bytes` says what it
-    should be. Raises BadBlockFile, OSError."""
+    """Read the header only, and check the size of the rest if `body_bytes` is given. Raises
+    BadBlockFile, OSError."""
     with path.open("rb") as file:
         front = file.read(PREFIX.size)
         encoded = file.read(_header_bytes(front))
         size = os.fstat(file.fileno()).st_size
     front_bytes = PREFIX.size + len(encoded)
     if body_bytes is not None and size != front_bytes + body_bytes + DIGEST_BYTES:
-        raise BadBlockFile(f"it has {size} bytes")
+        raise BadBlockFile(f"it has the wrong size, {size} bytes")
     return _decoded(encoded)
 
 
 def read_block_file(path: Path, expected: Header, body_bytes: int) -> bytes:
-    """The body of a file that is exactly what is expected. Raises BadBlockFile, OSError."""
+    """Read the body of a file and verify all of it. Raises BadBlockFile, OSError."""
     data = path.read_bytes()
     start = PREFIX.size + _header_bytes(data[: PREFIX.size])
     end = start + body_bytes
     if len(data) != end + DIGEST_BYTES:
         raise BadBlockFile(f"it has {len(data)} bytes instead of {end + DIGEST_BYTES}")
     if hashlib.blake2b(memoryview(data)[:end], digest_size=DIGEST_BYTES).digest() != data[end:]:
-        raise BadBlockFile("its digest differs")
+        raise BadBlockFile("its digest does not match")
     header = _decoded(data[PREFIX.size : start])
     if header != expected:
         raise BadBlockFile(f"it holds {header}, expected {expected}")
@@ -110,7 +110,7 @@ def _header_bytes(front: bytes) -> int:
         raise BadBlockFile(f"it ends after {len(front)} bytes")
     magic, version, length = PREFIX.unpack(front)
     if magic != MAGIC or version != VERSION or length > MAX_HEADER_BYTES:
-        raise BadBlockFile(f"it begins with {front!r}: no KV block of version {VERSION}")
+        raise BadBlockFile(f"it begins with {front!r}, so it is no KV block of version {VERSION}")
     return int(length)
 
 

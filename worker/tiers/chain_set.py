@@ -1,8 +1,8 @@
-"""The blocks of one cold tier: found by hash, compared by content, evicted leaf first. Pure.
+"""The index of one cold tier: blocks found by hash, compared by content, evicted leaf first. Pure.
 
-A tier is *prefix-closed* by itself, as the device's cache is: with a block it holds everything
-before it. So each tier's depth in a chain is found from its front, the union of the tiers is
-prefix-closed, and along a chain the quickest tier that holds a block only ever gets slower:
+A tier is *prefix-closed* by itself, like the device's cache: it contains, with every block, all
+blocks before it. So each tier holds a leading part of a chain, the union of the tiers is
+prefix-closed, and along a chain the fastest tier that holds a block only gets slower:
 
     chain    h[0] … h[d-1] | h[d] … h[c-1] | h[c] … h[k-1]
     read in  the device    | host memory   | disk
@@ -19,12 +19,12 @@ from worker.leaf_heap import LeafHeap
 class Entry:
     """One block of a tier.
 
-    content   packed tokens, at depth 0 behind the namespace root
-    place     its number among the tier's places; kept by a pinned entry that has left the tier
+    content   packed tokens, at depth 0 after the namespace root
+    place     index of its place in the tier, still in use by a pinned entry that has left the tier
     alive     whether it is in the tier
-    ready     its KV is there, whole; before that it is found by nobody
-    pins      users that keep it from eviction: a copy, a read or a write on its way
-    twin      the same block of the next slower tier, where it is known; look whether it is alive
+    ready     its KV is complete; before that no look-up finds it
+    pins      users that protect it from eviction: copies, reads or writes in progress
+    twin      the same block in the next slower tier, if known; check whether it is alive
     """
 
     __slots__ = (
@@ -56,11 +56,11 @@ class Entry:
 
 
 class ChainSet:
-    """Owner of a tier's entries, of its places 0..capacity-1, and of what changed.
+    """Owns a tier's entries, its places 0..capacity-1, and the changes.
 
     on_drop      called with every entry that leaves the tier
-    evicted      entries given up for others
-    collisions   equal hashes of unequal content seen
+    evicted      entries evicted to make room for others
+    collisions   equal hashes of different contents seen
     """
 
     def __init__(self, capacity: int, on_drop: Callable[[Entry], None] | None = None) -> None:
@@ -83,7 +83,7 @@ class ChainSet:
 
     @property
     def occupied(self) -> int:
-        """Places that are taken, those of blocks on their way included."""
+        """Places in use, including those of blocks that are not ready."""
         return len(self._entries)
 
     def get(self, block_hash: bytes) -> Entry | None:
@@ -101,7 +101,7 @@ class ChainSet:
     def match(
         self, root: bytes, hashes: Sequence[bytes], packed: bytes, block_bytes: int, limit: int
     ) -> list[Entry]:
-        """The chain's leading entries that are ready, at most `limit`. Contents are compared.
+        """The chain's leading entries that are ready, at most `limit`. Compares contents.
 
         `packed` holds the tokens of at least `limit` blocks, `block_bytes` bytes each.
         """
@@ -122,14 +122,14 @@ class ChainSet:
     def add(
         self, block_hash: bytes, parent: Entry | None, content: bytes, now: float
     ) -> Entry | None:
-        """A place for a block below `parent`, pinned once and not ready yet.
+        """Add an entry for a block below `parent`, pinned once and not ready yet.
 
-        Evicts where no place is free. None where nothing can be evicted. The hash must be new.
+        Evicts one if no place is free. None if nothing can be evicted. The hash must be new.
         """
         if block_hash in self._entries:
             raise InvariantError(f"{block_hash.hex()} is in the tier already")
         if parent is not None:
-            self.pin(parent)  # or it might be what is evicted for its own child
+            self.pin(parent)  # or it might be evicted for its own child
         room = bool(self._free) or self._evict()
         if parent is not None:
             self.unpin(parent)
@@ -146,7 +146,7 @@ class ChainSet:
         return entry
 
     def set_ready(self, entry: Entry) -> None:
-        """The entry's KV has arrived. It is announced from now on."""
+        """Mark the entry's KV as complete. It is announced from now on."""
         entry.ready = True
         self._ready += 1
         if entry.block_hash in self._gone:
@@ -155,13 +155,13 @@ class ChainSet:
             self._stored[entry.block_hash] = None
 
     def pin(self, entry: Entry) -> None:
-        """Keep an entry from eviction."""
+        """Protect an entry from eviction."""
         if self._is_leaf(entry):
             self._leaves.discard(entry.place)
         entry.pins += 1
 
     def unpin(self, entry: Entry) -> None:
-        """One pin less; the last one of an entry that has left the tier frees its place."""
+        """Remove a pin. The last pin of an entry that has left the tier frees its place."""
         entry.pins -= 1
         if self._is_leaf(entry):
             self._leaves.push(entry.place, (entry.last_used,))
@@ -170,7 +170,7 @@ class ChainSet:
             self._free.append(entry.place)
 
     def touch(self, entries: Iterable[Entry], now: float) -> None:
-        """The entries were of use."""
+        """Mark the entries as just used."""
         for entry in entries:
             entry.last_used = now
             if self._is_leaf(entry):
@@ -178,9 +178,9 @@ class ChainSet:
                 self._leaves.push(entry.place, (now,))
 
     def remove(self, entry: Entry) -> list[Entry]:
-        """Take out an entry and everything that continues it; returns these, children first.
+        """Remove an entry and all entries that continue it; returns these, children first.
 
-        Pinned ones go as well; their places stay taken until they are unpinned.
+        Pinned ones are removed too; their places stay in use until they are unpinned.
         """
         below = {entry}
         if entry.children:
@@ -193,21 +193,21 @@ class ChainSet:
         return order[::-1]
 
     def shrink(self, capacity: int) -> None:
-        """Have so many places at most from now on; nothing may be pinned."""
+        """Limit the tier to this many places; nothing may be pinned."""
         while len(self._entries) > capacity and self._evict():
             pass
         self.capacity = capacity
         self._free = self._free[: capacity - len(self._entries)]
 
     def clear(self) -> list[Entry]:
-        """Take out everything, children first, as `remove` does."""
+        """Remove all entries, children first, as `remove` does."""
         order = list(self._entries.values())[::-1]
         for entry in order:
             self._drop(entry)
         return order
 
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Hashes stored (parents first) and gone since the last take, net and disjoint."""
+        """Hashes stored (parents first) and removed since the last call, net and disjoint."""
         stored, gone = list(self._stored), list(self._gone)
         self._stored.clear()
         self._gone.clear()
@@ -254,12 +254,12 @@ class ChainSet:
             if entry.parent is not None:
                 children[entry.parent] = children.get(entry.parent, 0) + 1
                 if self._entries.get(entry.parent.block_hash) is not entry.parent:
-                    raise InvariantError(f"{entry.block_hash.hex()} has lost its parent")
+                    raise InvariantError(f"{entry.block_hash.hex()} has no parent in the tier")
                 if entry.ready and not entry.parent.ready:
                     raise InvariantError(f"{entry.block_hash.hex()} is ready before its parent")
         for entry in self._entries.values():
             if entry.children != children.get(entry, 0):
-                raise InvariantError(f"{entry.block_hash.hex()} miscounts its children")
+                raise InvariantError(f"{entry.block_hash.hex()} has a wrong count of children")
         leaves = sum(map(self._is_leaf, self._entries.values()))
         if leaves != len(self._leaves):
             raise InvariantError(f"{leaves} leaves, {len(self._leaves)} in the heap")
@@ -269,4 +269,4 @@ class ChainSet:
                 f"{self.capacity} places"
             )
         if self._ready != sum(entry.ready for entry in self._entries.values()):
-            raise InvariantError(f"{self._ready} ready entries, counted otherwise")
+            raise InvariantError(f"{self._ready} ready entries by the count, not by the entries")

@@ -1,4 +1,4 @@
-"""One load: blocks on their way from host memory and from files to the device."""
+"""One load: copying blocks from host memory and files to the device."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from worker.tiers.disk_folder import DiskFolder
 log = logging.getLogger(__name__)
 
 FILES_AT_ONCE = 32
-"""Files that are read before their blocks are written to the device."""
+"""Number of files that are read before their blocks are written to the device."""
 
 
 class KvCopies(Protocol):
-    """What the tiers need of whoever holds the KV. `block_bytes`: KV of one block."""
+    """The interface that the tiers need for copies of KV. `block_bytes`: KV of one block."""
 
     block_bytes: int
 
     def copy_out(self, blocks: Sequence[int], places: Sequence[int]) -> Callable[[], bool]:
-        """Begin to copy device blocks to places in host memory.
+        """Start copying device blocks to places in host memory.
 
-        What computes next may overwrite the blocks at once. The answer tells whether the copies
-        have arrived.
+        The next step may overwrite the blocks at once. The result tells whether the copies are
+        complete.
         """
         ...
 
     def fence(self) -> Callable[[], None]:
-        """A mark in the computing so far: what is to run in the I/O thread before it writes into
+        """A mark in the computation so far. Call the result in the I/O thread before it writes to
         device blocks that were allocated before the mark."""
         ...
 
     def copy_in(self, places: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy from host memory to device blocks; done when it returns. For the I/O thread."""
+        """Copy from host memory to device blocks; complete on return. For the I/O thread."""
         ...
 
     def put(self, bodies: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Write the KV read from files to device blocks; done when it returns. As `copy_in`."""
+        """Write KV read from files to device blocks; complete on return. For the I/O thread."""
         ...
 
     def host_bytes(self, place: int) -> memoryview:
@@ -49,7 +49,7 @@ class KvCopies(Protocol):
 
 
 class Loaded(NamedTuple):
-    """What the I/O thread made of a load: leading blocks that are whole, seconds, what failed."""
+    """Result of a load: leading blocks that are complete, seconds, and the failure."""
 
     blocks: int
     host_s: float
@@ -58,11 +58,11 @@ class Loaded(NamedTuple):
 
 
 class ColdLoad:
-    """Blocks [start, start + len(entries)) of a chain on their way to the device.
+    """Blocks [start, start + len(entries)) of a chain, to be loaded to the device.
 
     The first `from_host` come from host memory, the others from disk. Its entries are pinned until
-    `ColdTiers.take_loaded` gives the load back with `whole`, the number of leading blocks that the
-    device then has.
+    `ColdTiers.take_loaded` gives the load back with `whole`, the number of leading blocks that are
+    then on the device.
     """
 
     __slots__ = ("blocks", "entries", "estimate_s", "from_host", "future", "start", "whole")
@@ -85,11 +85,11 @@ def run_load(
     folder: DiskFolder | None,
     headers: list[Header],
 ) -> Loaded:
-    """Load it, in the I/O thread. A failure is what this answers, never what it raises.
+    """Run the load in the I/O thread. A failure is returned, never raised.
 
-    fence     `KvCopies.fence` of the moment in which the load's blocks were allocated
-    clock     seconds
-    headers   of the blocks that come from the files of `folder`
+    fence     `KvCopies.fence` of the time at which the load's blocks were allocated
+    clock     in seconds
+    headers   of the blocks that are read from `folder`
     """
     count = load.from_host
     whole, host_s, began_s = 0, 0.0, clock()
@@ -110,8 +110,8 @@ def run_load(
             if problem:
                 return Loaded(whole, host_s, 0.0, problem)
         return Loaded(whole, host_s, clock() - began_s - host_s, "")
-    except Exception as error:  # whatever a driver raises: the blocks are computed instead
-        log.exception("a load failed")
+    except Exception as error:  # any error of a driver: the blocks are computed instead
+        log.exception("loading blocks from a cold tier failed")
         return Loaded(whole, host_s, 0.0, repr(error))
 
 

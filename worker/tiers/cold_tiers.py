@@ -1,15 +1,15 @@
-"""The cold tiers of one engine: what left the device goes to host memory and on to a disk.
+"""The cold tiers of one engine: blocks that leave the device go to host memory and then to disk.
 
     device ──evicted, copied at once──▶ host memory ──written in the background──▶ disk
        ▲                                    │                                        │
-       └──────────────── loaded by the I/O thread, stored when whole ────────────────┘
+       └────────────── loaded by the I/O thread, cached when complete ───────────────┘
 
-Both tiers keep their copy of a block that is loaded: its next eviction then costs nothing. Disk is
-written through, not when host memory is full, so that what it holds outlives a crash and room in
-host memory is made by forgetting.
+Both tiers keep their copy of a loaded block, so that its next eviction costs nothing. Blocks are
+written to disk at once, not when host memory is full, so that they survive a crash and host memory
+can evict by dropping.
 
-The indexes belong to the engine's thread; the two I/O threads get jobs and give results. An entry
-is found once its job has ended (`ready`), and stays in place while a job uses it (`pins`).
+The engine's thread owns the indexes; the two I/O threads get jobs and return results. Look-ups find
+an entry once its job has ended (`ready`); it is not evicted while a job uses it (`pins`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DIGITS = 3
 
 
 class Leaving(NamedTuple):
-    """A block of the device that a tier is to keep. `content` as `PrefixCache` keeps it."""
+    """A device block to store in a tier. `content` is as in `PrefixCache`."""
 
     block: int
     block_hash: bytes
@@ -43,12 +43,12 @@ class Leaving(NamedTuple):
 
 
 class ColdTiers:
-    """Owner of both tiers. One thread calls it: the engine's.
+    """Owns both tiers. Called by the engine's thread only.
 
     host_blocks    places in host memory
-    loader         runs loads, one after the other; `writer` the same with writes to disk
-    clock          seconds, called in the I/O threads, to measure loads
-    folder         where the disk tier lies, with room for `disk_blocks`; None: no disk tier
+    loader         runs loads, one after the other; `writer` does the same with writes to disk
+    clock          in seconds, called in the I/O threads to measure loads
+    folder         folder of the disk tier, for `disk_blocks` blocks; None: no disk tier
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class ColdTiers:
         self.use_folder(folder, disk_blocks)
 
     def use_folder(self, folder: DiskFolder | None, disk_blocks: int) -> None:
-        """Have this folder as the disk tier from now on, with what lies in it.
+        """Use this folder and its blocks as the disk tier from now on.
 
-        The former one goes to whoever wants it, once what is queued for it is written.
+        The former folder is released after the writes queued for it.
         """
         if self._folder is not None:
             self._writer.submit(self._folder.close)
-            if folder is not None:  # until then it was in use, and so no leftover
+            if folder is not None:  # until then it was in use, so it was not among the leftovers
                 self._writer.submit(folder.find_leftovers)
         self._folder = folder
         if folder is None:
@@ -104,19 +104,19 @@ class ColdTiers:
         self._count["unusable_files"] += folder.unusable
 
     def set_prefill_speed(self, s_per_token: float, s_per_pair: float) -> None:
-        """What computing costs, as measured; 0: not known, nothing is loaded then."""
+        """Set the measured cost of computing; 0: unknown, then nothing is loaded."""
         self._s_per_token, self._s_per_pair = s_per_token, s_per_pair
 
-    # What leaves the device
+    # Blocks that leave the device
 
     def keeps(self, block: int) -> bool:
-        """Whether host memory holds the KV of this cached device block, or is about to."""
+        """Whether host memory holds the KV of this cached device block, or will soon."""
         twin = self._twins.get(block)
         return twin is not None and twin.alive
 
     def leave(self, parent: int, path: Sequence[Leaving], now: float) -> None:
-        """The last block of `path` is evicted; those before it, from the front, are its ancestors
-        that host memory lacks. `parent` is the device block before them, kept here, or 0.
+        """Store the evicted last block of `path`; the blocks before it are its ancestors, from the
+        front, that host memory lacks. `parent` is the device block before them, stored here, or 0.
         """
         above = self._twins[parent] if parent else None
         for block, block_hash, content in path:
@@ -133,13 +133,13 @@ class ColdTiers:
             self._twins[block] = above = entry
 
     def left(self, block: int, now: float) -> None:
-        """The device block is evicted, or forgotten."""
+        """The device block was evicted or dropped."""
         twin = self._twins.pop(block, None)
         if twin is not None and twin.alive:
             self.host.touch((twin,), now)
 
     def copy_out(self) -> None:
-        """Begin the copies of all that left. Call it before anything overwrites these blocks."""
+        """Start copying all blocks that left. Call it before anything overwrites these blocks."""
         leaving, self._leaving = self._leaving, []
         if leaving:
             entries = [entry for _, entry in leaving]
@@ -149,15 +149,15 @@ class ColdTiers:
             self._copying.append((arrived, entries))
             self._count["demoted_blocks"] += len(entries)
 
-    # What comes back
+    # Blocks that are loaded
 
     def plan(
         self, root: bytes, hashes: Sequence[bytes], packed: bytes, cached: int, limit: int
     ) -> ColdLoad | None:
-        """The load worth most for a chain of which the device has `cached` blocks.
+        """The best load for a chain of which the device has `cached` blocks.
 
-        None where no tier has more of the first `limit` blocks, and where computing is estimated
-        to be quicker. The entries of a load are pinned: `start` or `drop` it.
+        None if no tier has more of the first `limit` blocks, or if computing is estimated to be
+        faster. The entries of a load are pinned: `start` or `drop` it.
         """
         if self.host.get(hashes[cached]) is None and self.disk.get(hashes[cached]) is None:
             return None
@@ -183,12 +183,12 @@ class ColdTiers:
         return best
 
     def drop(self, load: ColdLoad) -> None:
-        """A planned load is not wanted."""
+        """Cancel a planned load."""
         self._unpin(load, self.disk)
 
     def start(self, load: ColdLoad, blocks: list[int]) -> None:
-        """Load into these device blocks, which nobody else may use until `take_loaded`."""
-        self.copy_out()  # some of them may have been evicted for this
+        """Start a load into these device blocks, which nothing else may use until `take_loaded`."""
+        self.copy_out()  # some of them may have been evicted for this load
         load.blocks = blocks
         folder = self._folder
         from_disk = load.entries[load.from_host :]
@@ -200,16 +200,16 @@ class ColdTiers:
 
     @property
     def loads(self) -> int:
-        """Loads on their way."""
+        """Loads in progress."""
         return len(self._loading)
 
     @property
     def pending(self) -> int:
-        """Jobs on their way: copies, writes and loads."""
+        """Jobs in progress: copies, writes and loads."""
         return len(self._copying) + len(self._writing) + len(self._loading)
 
     def take_loaded(self, now: float) -> list[ColdLoad]:
-        """Take note of what the I/O threads have done; returns the loads that have ended."""
+        """Process the results of the I/O threads; returns the loads that have ended."""
         self._take_copied()
         self._take_written()
         ended = []
@@ -223,20 +223,20 @@ class ColdTiers:
         return ended
 
     def loaded_block(self, load: ColdLoad, index: int, block: int) -> None:
-        """Block `index` of an ended load is cached as this device block."""
+        """Record that block `index` of an ended load is cached as this device block."""
         entry = load.entries[index]
         if index < load.from_host and entry.alive:
             self._twins[block] = entry
 
     def on_disk(self, block_hash: bytes) -> bool:
-        """Whether the disk tier holds the block, whole."""
+        """Whether the disk tier holds the complete block."""
         entry = self.disk.get(block_hash)
         return entry is not None and entry.ready
 
     def end_writing(self) -> None:
-        """Drop what waits to be written, let the file that is being written come to its end, remove
-        what was flushed or given up, and write nothing any more."""
-        for job, *_ in reversed(self._writing):  # the writer goes on: no block without its parent
+        """Cancel queued writes, finish the current file, remove flushed and evicted files, and
+        write nothing any more."""
+        for job, *_ in reversed(self._writing):  # the writer continues: no block without its parent
             job.cancel()
         self._writer.shutdown()  # waits
         for job, _, twin, disk in self._writing:
@@ -244,19 +244,19 @@ class ColdTiers:
                 disk.set_ready(twin)
 
     def keep_on_disk(self, hashes: Sequence[bytes], now: float) -> None:
-        """Have what the disk tier holds of these blocks, used at `now`, be the last to go."""
+        """Mark those of these blocks that are on disk as just used, at `now`."""
         self.disk.touch([entry for entry in map(self.disk.get, hashes) if entry is not None], now)
 
     def note_use(self, hashes: Sequence[bytes]) -> None:
-        """Have blocks on disk count as used just now in this order, the last one last."""
+        """Mark blocks on disk as just used, in this order."""
         if self._folder is not None:
             for block_hash in hashes:
                 self._folder.note_use(block_hash)
 
     def forget(self, *, files: bool) -> None:
-        """Forget all blocks; with `files` also those on disk. Jobs on their way end by themselves.
+        """Drop all blocks; with `files` also those on disk. Jobs in progress run to their end.
 
-        Called when the device's cache is flushed: no block of it has a twin any more.
+        Called when the device's cache is flushed: none of its blocks has a twin any more.
         """
         leaving, self._leaving = self._leaving, []
         self._twins.clear()
@@ -267,17 +267,17 @@ class ColdTiers:
             self.disk.clear()
 
     def forget_blocks(self, hashes: Sequence[bytes]) -> None:
-        """Forget these blocks and all that continue them, on disk too."""
+        """Drop these blocks and all that continue them, also on disk."""
         for tier in (self.host, self.disk):
             for block_hash in hashes:
                 entry = tier.get(block_hash)
                 if entry is not None:
                     tier.remove(entry)
 
-    # What is told of it
+    # Reporting
 
     def report(self) -> ColdReport:
-        """The change since the last report, and what is true now."""
+        """The change since the last report, and the current state."""
         host_stored, host_gone = self.host.take_changes()
         disk_stored, disk_gone = self.disk.take_changes()
         return ColdReport(
@@ -292,7 +292,7 @@ class ColdTiers:
         )
 
     def stats(self) -> TierStats:
-        """Counts since the engine began, and what is occupied now."""
+        """Counts since the engine started, and occupancy now."""
         count = self._count
         count["cpu_blocks"], count["disk_blocks"] = len(self.host), len(self.disk)
         count["cpu_capacity_blocks"] = self.host.capacity
@@ -302,7 +302,7 @@ class ColdTiers:
         return TierStats(**count)
 
     def check(self) -> None:
-        """Raises InvariantError where a tier's books are wrong. O(tiers)."""
+        """Raises InvariantError if a tier's bookkeeping is inconsistent. O(tiers)."""
         self.host.check()
         self.disk.check()
 
@@ -324,7 +324,7 @@ class ColdTiers:
                 self.host.unpin(entry)
 
     def _write_through(self, entry: Entry) -> None:
-        """Have the disk write this block, and first those before it that it lacks."""
+        """Queue this block for disk, after those before it that the disk lacks."""
         folder = self._folder
         if folder is None:
             return
@@ -358,7 +358,7 @@ class ColdTiers:
             error = job.exception()
             if error is not None:
                 if not self._writes_fail:
-                    log.warning("blocks are not written to disk until that works again: %s", error)
+                    log.warning("cannot write blocks to disk, still trying: %s", error)
                 self._writes_fail = True
                 self._count["failed_writes"] += 1
                 if twin.alive:
@@ -384,7 +384,7 @@ class ColdTiers:
         self.disk_speed.observe(load.whole - of_host, loaded.disk_s)
         self._unpin(load, disk)
         if loaded.problem:
-            log.warning("a block could not be loaded, it is computed: %s", loaded.problem)
+            log.warning("a block could not be loaded and is computed instead: %s", loaded.problem)
             count["failed_loads"] += 1
             bad = load.entries[load.whole]
             if bad.alive:
@@ -401,7 +401,7 @@ class ColdTiers:
             (self.host if index < load.from_host else disk).unpin(entry)
 
     def _remove(self, folder: DiskFolder, block_hash: bytes) -> None:
-        self._writer.submit(folder.remove, block_hash)  # after the writes that are queued
+        self._writer.submit(folder.remove, block_hash)  # after the queued writes
 
 
 def _header(folder: DiskFolder, entry: Entry) -> Header:

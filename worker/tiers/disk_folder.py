@@ -1,9 +1,9 @@
-"""The folder of one worker's disk tier: whose it is, what lies in it, reading and writing blocks.
+"""The folder of one worker's disk tier: ownership, contents, reading and writing blocks.
 
     <worker.disk_tier_dir>/<namespace check>/<n>/<block hash>.kv
 
-A folder belongs to one namespace and, while it runs, to one worker: each takes the first number
-whose lock is free, so that workers which restart find their folders again.
+A folder belongs to one namespace and, while it runs, to one worker. Each worker takes the first
+number whose lock is free, so that a restarted worker finds its folder again.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from worker.tiers.leftovers import LOCK, Leftovers
 log = logging.getLogger(__name__)
 
 ALLOCATION_BYTES = 4096
-"""File systems give room in such pieces."""
+"""Assumed block size of file systems, in bytes."""
 
 MAX_WORKERS = 1024
 ROOT_BYTES = 32
 
 
 class Found(NamedTuple):
-    """A file that lay in the folder when it was opened."""
+    """A file found in the folder when it was opened."""
 
     header: Header
     used_ns: int
@@ -49,7 +49,7 @@ class Found(NamedTuple):
 class DiskFolder:
     """Files of one namespace. Its methods block: call them from an I/O thread.
 
-    unusable   files that lay there and were no block of this namespace, dtype and shape
+    unusable   files found that are no block of this namespace, dtype and shape
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class DiskFolder:
         body_bytes: int,
         bound_bytes: int,
     ) -> None:
-        """`bound_bytes` is what this folder and the leftovers of other namespaces may take; it is
-        for the caller to write no more blocks than fit. Raises OSError where no folder can be made.
+        """`bound_bytes` limits this folder and the leftovers of other namespaces together; the
+        caller must not write more blocks than fit. Raises OSError if no folder can be created.
         """
         self.unusable = 0
         self.body_bytes = body_bytes
@@ -71,7 +71,7 @@ class DiskFolder:
         longest = self.header(b"0" * HASH_BYTES, b"", b"0" * (ROOT_BYTES + 4 * self._shape[1]))
         size = file_bytes(longest, body_bytes)
         self.block_bytes = -(-size // ALLOCATION_BYTES) * ALLOCATION_BYTES
-        """Room that one block takes at most."""
+        """Maximum of bytes that one block takes on disk."""
         self.path, self._lock = _own_folder(root / self._namespace)
         self._root = root
         self._bound_bytes = bound_bytes
@@ -79,7 +79,7 @@ class DiskFolder:
         self.find_leftovers()
 
     def find_leftovers(self) -> None:
-        """Look anew at what other namespaces have left, and have it keep within the bound."""
+        """Read the leftovers of other namespaces again and reduce them to the limit."""
         self._leftovers = Leftovers(self._root, self.path)
         self._leftovers.shrink(self._bound_bytes - self._files * self.block_bytes)
 
@@ -88,9 +88,9 @@ class DiskFolder:
         return Header(self._namespace, self._kv_dtype, self._shape, block_hash, parent, content)
 
     def scan(self) -> list[Found]:
-        """All files that may be used, the one used longest ago first. Bodies are not read.
+        """All usable files, the least recently used first. Does not read bodies.
 
-        What was being written when a former life ended is removed, other files are left alone.
+        Removes incomplete files of an earlier process; leaves other files alone.
         """
         found = []
         for entry in os.scandir(self.path):
@@ -105,16 +105,17 @@ class DiskFolder:
                 header = read_header(path, self.body_bytes)
                 expected = self.header(header.block_hash, header.parent, header.content)
                 if header != expected or entry.name != name_of(header.block_hash):
-                    raise BadBlockFile(f"it holds {header}")
+                    raise BadBlockFile(f"its header or name does not match: {header}")
                 found.append(Found(header, entry.stat().st_mtime_ns))
             except (OSError, BadBlockFile) as error:
                 self.unusable += 1
-                log.warning("%s is not used: %s", path, error)
+                log.warning("ignoring %s: %s", path, error)
         found.sort(key=lambda file: file.used_ns)
         return found
 
     def write(self, header: Header, body: bytes | memoryview) -> None:
-        """Write a block's file, for which other namespaces make room. Raises OSError."""
+        """Write a block's file, after removing leftovers of other namespaces if needed. Raises
+        OSError."""
         path = self.path / name_of(header.block_hash)
         files = self._files + (not path.exists())
         self._leftovers.shrink(self._bound_bytes - files * self.block_bytes)
@@ -122,25 +123,25 @@ class DiskFolder:
         self._files = files
 
     def read(self, header: Header) -> bytes:
-        """The KV of a block, verified. Raises OSError, BadBlockFile."""
+        """Read and verify the KV of a block. Raises OSError, BadBlockFile."""
         path = self.path / name_of(header.block_hash)
         body = read_block_file(path, header, self.body_bytes)
         self.note_use(header.block_hash)
         return body
 
     def note_use(self, block_hash: bytes) -> None:
-        """Have the block count as used just now: the order of use outlives this process."""
+        """Mark the block as just used; the order of use survives this process."""
         with contextlib.suppress(FileNotFoundError):
             os.utime(self.path / name_of(block_hash))
 
     def remove(self, block_hash: bytes) -> None:
-        """Remove a block's file, if it is there."""
+        """Remove a block's file, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             (self.path / name_of(block_hash)).unlink()
             self._files -= 1
 
     def close(self) -> None:
-        """Let another worker have the folder. Doing it twice is harmless."""
+        """Release the folder to other workers. Idempotent."""
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)
@@ -157,4 +158,4 @@ def _own_folder(parent: Path) -> tuple[Path, int]:
             os.close(lock)
             continue
         return path, lock
-    raise OSError(f"{MAX_WORKERS} workers use {parent} already")
+    raise OSError(f"all {MAX_WORKERS} folders of {parent} are used by other workers")

@@ -1,4 +1,4 @@
-"""The index of a disk tier, made anew from the files that lie in its folder."""
+"""The index of a disk tier, rebuilt from the files in its folder."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from worker.tiers.disk_folder import DiskFolder
 def index_of(
     folder: DiskFolder, capacity: int, on_drop: Callable[[Entry], None]
 ) -> tuple[ChainSet, list[bytes]]:
-    """What lies there, at most `capacity` blocks of it: what was used longest ago goes first.
+    """The index of at most `capacity` blocks; evicts the least recently used ones.
 
-    Beside it the hashes of orphans: files without the file of the block before them, of no use to
-    anybody. `on_drop` is the index's own, and is called for what is too much as well.
+    Also returns the hashes of orphans: useless files without the file of the block before them.
+    `on_drop` belongs to the index and is also called for blocks in excess of `capacity`.
     """
     found = folder.scan()
     index = ChainSet(max(capacity, len(found)), on_drop)
     waiting: dict[bytes, list[tuple[int, Header]]] = {}
-    for number, (header, _) in enumerate(found, -len(found)):  # before all uses that come
+    for number, (header, _) in enumerate(found, -len(found)):  # before all later uses
         waiting.setdefault(header.parent, []).append((number, header))
     parents: list[tuple[bytes, Entry | None]] = [(b"", None)]
     while parents:
         parent_hash, parent = parents.pop()
         for number, header in waiting.pop(parent_hash, ()):
             entry = index.add(header.block_hash, parent, header.content, float(number))
-            assert entry is not None, "there is room for all that was found"
+            assert entry is not None, "there is room for all found blocks"
             index.set_ready(entry)
             index.unpin(entry)
             parents.append((header.block_hash, entry))

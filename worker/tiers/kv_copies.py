@@ -1,8 +1,8 @@
 """Copies of KV blocks between the device's pool and host memory.
 
 A block of the host's pool is contiguous, `[2 × layers, block_size, kv_heads, head_dim]` (keys and
-values of each layer in turn), so that it goes to a file as it lies there. On CUDA the host's pool
-is pinned, and copies run on a stream of their own beside the computing.
+values of each layer in turn), so that it is written to a file unchanged. On CUDA the host's pool is
+pinned, and copies run on a stream of their own, in parallel with computing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Pools = list[tuple[torch.Tensor, torch.Tensor]]
 class TorchCopies:
     """`KvCopies` over a runner's pools, with `places` blocks of host memory.
 
-    Raises MemoryError where the host has no room for them.
+    Raises MemoryError if host memory does not suffice.
     """
 
     def __init__(self, pools: Pools, places: int) -> None:
@@ -32,8 +32,8 @@ class TorchCopies:
             self._host = torch.empty((places, self.block_bytes), dtype=torch.uint8, pin_memory=cuda)
         except RuntimeError as error:
             raise MemoryError(
-                f"the host has no {places * self.block_bytes} bytes for the KV cache's CPU tier: "
-                f"set worker.cpu_tier_gb lower ({error})"
+                f"cannot allocate {places * self.block_bytes} bytes of host memory for the CPU "
+                f"tier ({error}); set worker.cpu_tier_gb lower"
             ) from error
         self._typed = self._host.view(self._dtype).view(places, *self.shape)
         self._stream = (
@@ -44,7 +44,7 @@ class TorchCopies:
 
     @torch.inference_mode()
     def copy_out(self, blocks: Sequence[int], places: Sequence[int]) -> Callable[[], bool]:
-        """Gathered on the computing stream, which is free to overwrite the blocks afterwards."""
+        """Gather on the computing stream, which may overwrite the blocks afterwards."""
         index = torch.tensor(blocks, device=self._device)
         gathered = torch.stack(
             [pool.index_select(0, index) for pair in self._pools for pool in pair], dim=1
@@ -62,7 +62,7 @@ class TorchCopies:
         return event.query
 
     def fence(self) -> Callable[[], None]:
-        """Earlier steps may still read the blocks when the I/O thread comes to write them."""
+        """Earlier steps may still read the blocks when the I/O thread writes them."""
         if self._stream is None:
             return _nothing
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -70,11 +70,11 @@ class TorchCopies:
         return event.synchronize
 
     def copy_in(self, places: Sequence[int], blocks: Sequence[int]) -> None:
-        """In one scatter for each layer."""
+        """One scatter per layer."""
         self._scatter([self._typed[place] for place in places], blocks)
 
     def put(self, bodies: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """As `copy_in`, through memory that is not pinned."""
+        """As `copy_in`, from memory that is not pinned."""
         self._scatter(
             [
                 torch.frombuffer(bytearray(body), dtype=self._dtype).view(self.shape)
@@ -93,7 +93,7 @@ class TorchCopies:
 
     @torch.inference_mode()
     def _scatter(self, sources: list[torch.Tensor], blocks: Sequence[int]) -> None:
-        with torch.cuda.stream(self._stream):  # None: changes nothing
+        with torch.cuda.stream(self._stream):  # None: no change
             staged = torch.empty(
                 (len(sources), *self.shape), dtype=self._dtype, device=self._device
             )

@@ -1,8 +1,8 @@
-"""What other namespaces have left on the disk tier, and how it makes room.
+"""Leftovers: files of other namespaces on the disk tier, and how they are removed.
 
-A worker has one number in every namespace's folder. Its bound holds for all of them together: what
-it writes takes room from `<dir>/<other namespace>/<its number>`, the namespace that was of use
-longest ago first. A folder that another worker has locked is that worker's.
+A worker has the same number in every namespace's folder, and its limit applies to all of them
+together: its writes displace files in `<dir>/<other namespace>/<its number>`, the least recently
+used namespace first. A folder that another worker has locked belongs to that worker.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ class _File(NamedTuple):
 
 
 class Leftovers:
-    """Files in the folders of one number, but for one's own. For one thread.
+    """Files in the folders of one number, except its own folder. Not thread-safe.
 
-    bytes  that they take
+    bytes  total size of the files
     """
 
     def __init__(self, root: Path, own: Path) -> None:
         """`own` is `root/<namespace>/<number>`."""
         folders = [_files_of(p / own.name) for p in root.iterdir() if p != own.parent]
-        # The last to go stands first.
+        # The last one to remove is first.
         self._folders = sorted(filter(None, folders), key=lambda files: -max(files).used_ns)
         self._in_order: list[_File] | None = None
         self.bytes = sum(map(_bytes_of, self._folders))
 
     def shrink(self, limit_bytes: int) -> None:
-        """Have them take so much at most, as far as they are nobody's."""
+        """Remove files until they take at most this many bytes, except in locked folders."""
         while self._folders and self.bytes > limit_bytes:
             files = self._folders[-1]
             with _lock_of(files[0].path.parent) as free:
                 if free:
                     self._shrink(files, limit_bytes)
-            if not (free and files):  # it is empty, or has come into use
+            if not (free and files):  # it is empty or in use again
                 self._folders.pop()
                 self.bytes = sum(map(_bytes_of, self._folders))
 
@@ -63,10 +63,10 @@ class Leftovers:
 
 @contextlib.contextmanager
 def _lock_of(folder: Path) -> Iterator[bool]:
-    """Hold the folder's lock, where it can be had; yields whether it is held."""
+    """Hold the folder's lock, if it is free; yields whether it is held."""
     try:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError:  # the folder has gone, or is another user's
+    except OSError:  # the folder is gone, or of another user
         yield False
         return
     try:
@@ -84,7 +84,7 @@ def _bytes_of(files: list[_File]) -> int:
 
 
 def _files_of(folder: Path) -> list[_File]:
-    """The block files of a folder; none where it is not there or is another user's."""
+    """The block files of a folder; none if it is missing or belongs to another user."""
     files = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -96,8 +96,8 @@ def _files_of(folder: Path) -> list[_File]:
 
 
 def _beginnings_first(files: list[_File]) -> list[_File]:
-    """The last to go first: by the latest use of a block or of what continues it, and each behind
-    the one that it continues, so that nothing stays whose beginning has gone."""
+    """Files in reverse order of removal: by the latest use of a block or its continuations, each
+    after the block that it continues, so that no file outlives those before it in its chain."""
     names = {file.path.name for file in files}
     below: defaultdict[str, list[_File]] = defaultdict(list)
     for file in files:
@@ -116,7 +116,7 @@ def _beginnings_first(files: list[_File]) -> list[_File]:
 
 
 def _above(path: Path) -> str:
-    """The name of the file of the block before; "" where there is none or nobody knows."""
+    """The name of the file of the block before it; "" if there is none or it is unknown."""
     try:
         return name_of(read_header(path).parent)
     except (OSError, BadBlockFile):

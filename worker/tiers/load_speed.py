@@ -1,4 +1,4 @@
-"""How long it takes to load blocks from a tier: measured, never assumed."""
+"""Time to load blocks from a tier, measured and never assumed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from worker.prefill_speed import fit_step_time
 
 WINDOW_LOADS = 64
-"""Latest loads that are looked at."""
+"""Window of latest loads."""
 
 
 class LoadSpeed:
-    """`fixed_s + s_per_block × blocks`, fitted to the latest loads as prefill steps are."""
+    """`fixed_s + s_per_block × blocks`, fitted to the latest loads like prefill steps."""
 
     def __init__(self) -> None:
         self.fixed_s = 0.0
@@ -22,11 +22,11 @@ class LoadSpeed:
 
     @property
     def known(self) -> bool:
-        """Whether anything was measured yet."""
+        """Whether any load was measured."""
         return bool(self._loads)
 
     def observe(self, blocks: int, seconds: float) -> None:
-        """A load of so many blocks took so long."""
+        """Add the time of a load of this many blocks."""
         if blocks < 1 or seconds <= 0:
             return
         self._loads.append((1.0, float(blocks), 0.0, 0.0, seconds))
@@ -34,5 +34,5 @@ class LoadSpeed:
         self.fixed_s, self.s_per_block = fit_step_time(rows[:, :4], rows[:, 4])[:2].tolist()
 
     def seconds(self, blocks: int) -> float:
-        """Estimate for a load of so many blocks."""
+        """Estimated seconds of a load of this many blocks."""
         return self.fixed_s + self.s_per_block * blocks if blocks else 0.0

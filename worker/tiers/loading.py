@@ -1,9 +1,9 @@
 """Loads from the cold tiers on behalf of waiting sequences.
 
-A load owns the device blocks that it writes, and references the cached ones before them. Once all
-has arrived these blocks are cached as if they had been computed, and whoever waited finds them by
-an ordinary look-up. So no sequence ever holds a block that is half there, and what ends, flushes or
-preempts a sequence has nothing to undo here.
+A load owns the device blocks that it writes, and references the cached ones before them. When it
+has ended these blocks are cached as if they had been computed, and the waiting sequences find them
+by an ordinary look-up. So no sequence ever holds an incomplete block, and ending, flushing or
+preempting a sequence has nothing to undo here.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class _Job(NamedTuple):
-    """prefix   the cached blocks before the load's, referenced
-    hashes   of the chain as far as the load goes
+    """prefix   the cached blocks before those of the load, referenced
+    hashes   hashes of the chain up to the end of the load
     """
 
     load: ColdLoad
@@ -32,7 +32,7 @@ class _Job(NamedTuple):
 
 
 class Loading:
-    """Owner of the loads under way and of the blocks that they reference."""
+    """Owns the loads in progress and the blocks that they reference."""
 
     def __init__(
         self, tiers: ColdTiers, pool: BlockPool, cache: PrefixCache, block_size: int
@@ -42,15 +42,15 @@ class Loading:
         self._cache = cache
         self._block_size = block_size
         self._jobs: dict[ColdLoad, _Job] = {}
-        self._wanted: set[ColdLoad] = set()  # begun since the last flush
-        self._hashes: dict[bytes, _Job] = {}  # of the blocks to come, by those that may be hit
+        self._wanted: set[ColdLoad] = set()  # started since the last flush
+        self._hashes: dict[bytes, _Job] = {}  # of the blocks being loaded, by those that may be hit
 
     def holds(self, block_hash: bytes) -> bool:
-        """Whether the block is on its way."""
+        """Whether the block is being loaded."""
         return block_hash in self._hashes
 
     def blocks(self) -> Iterator[int]:
-        """Every reference to a device block that loads hold. For checks."""
+        """All references of loads to device blocks. For checks."""
         for job in self._jobs.values():
             yield from job.prefix
             yield from job.load.blocks
@@ -58,11 +58,11 @@ class Loading:
     def begin(
         self, sequence: Sequence, cached: int, referenced: int, limit: int, headroom: int
     ) -> int:
-        """Have the sequence wait for blocks from a cold tier, where that is worth it.
+        """Let the sequence wait for blocks from a cold tier, if that pays off.
 
-        Returns how many leading blocks it can reuse then, 0 where it is not to wait. Begun only
-        where the sequence would be admitted now: `cached`, `referenced`, `limit` and `headroom` are
-        as in `Scheduler._place`. Blocks that another waits for already are loaded once.
+        Returns how many leading blocks it can then reuse; 0 if it should not wait. Starts a load
+        only if the sequence would be admitted now: `cached`, `referenced`, `limit` and `headroom`
+        are as in `Scheduler._place`. Blocks that another sequence waits for are loaded only once.
         """
         if cached >= limit:
             return 0
@@ -83,7 +83,7 @@ class Loading:
             return 0
         use = sequence.use(self._cache.now, 0, self._block_size)
         prefix = self._cache.acquire(root, hashes, packed, cached, use)
-        # Less may have been found than probed, where hashes collide.
+        # The match may be shorter than the probe if hashes collide.
         if len(prefix) < cached or len(load.entries) + headroom > self._pool.free_blocks:
             self._cache.release(prefix)
             self.tiers.drop(load)
@@ -98,7 +98,7 @@ class Loading:
         return end
 
     def settle(self) -> None:
-        """Cache what has arrived, give back what has not, and copy out what has left since."""
+        """Cache loaded blocks, release the others, and copy out blocks evicted meanwhile."""
         self.tiers.copy_out()
         for load in self.tiers.take_loaded(self._cache.now):
             job = self._jobs.pop(load)
@@ -111,7 +111,7 @@ class Loading:
             self._cache.release(job.prefix + load.blocks)
 
     def flush(self) -> None:
-        """What is under way must not be hit any more; its blocks come back when it has ended."""
+        """Loads in progress must not be hit any more; their blocks are released when they end."""
         self._hashes.clear()
         self._wanted.clear()
 
@@ -129,7 +129,7 @@ class Loading:
                 sequence.packed_block(index, self._block_size),
                 sequence.use(self._cache.now, index, self._block_size),
             )
-            if not parent:  # the hash belongs to other content here
+            if not parent:  # a collision on the device
                 return
             load.blocks[place] = parent
             self.tiers.loaded_block(load, place, parent)

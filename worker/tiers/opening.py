@@ -1,4 +1,4 @@
-"""From settings to cold tiers: sizes, threads, folder, and first measurements."""
+"""Open the cold tiers from settings: sizes, threads, folder, first measurements."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 GIB = 1 << 30
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Of a disk on which nothing can be written now. A worker serves without it."""
+"""Errors of a disk that cannot be written now. A worker serves without it."""
 
 PROBE_BLOCKS = (1, 8, 1, 8)
 
@@ -34,23 +34,24 @@ def open_tiers(
     kv_blocks: int,
     prefill: Speed,
 ) -> ColdTiers | None:
-    """The tiers that the settings ask for, None where they ask for none.
+    """The tiers of the settings, or None.
 
-    Call it before the engine runs: copies are measured in its empty pool. Raises ValueError for
-    settings that cannot work, MemoryError, OSError.
+    Call it before the engine runs, because copies are measured in its empty pool. Raises ValueError
+    for invalid settings, MemoryError, OSError.
     """
     if not settings.cpu_tier_gb:
         if settings.disk_tier_gb:
             raise ValueError(
-                "worker.disk_tier_gb needs worker.cpu_tier_gb: blocks go to disk through it"
+                "worker.disk_tier_gb needs worker.cpu_tier_gb, because blocks reach the disk "
+                "through host memory"
             )
         return None
     block_bytes = kv_block_bytes(runner.model.config, settings.block_size, runner.model.dtype)
     host_blocks = int(settings.cpu_tier_gb * GIB) // block_bytes
     if host_blocks < 1:
         raise ValueError(
-            f"worker.cpu_tier_gb={settings.cpu_tier_gb:g} holds no block of {block_bytes} bytes: "
-            "set it higher, or to 0"
+            f"worker.cpu_tier_gb={settings.cpu_tier_gb:g} is less than one block of {block_bytes} "
+            "bytes; set it higher, or to 0"
         )
     copies = TorchCopies(runner.pools, host_blocks)
     try:
@@ -58,7 +59,7 @@ def open_tiers(
     except OSError as error:
         if error.errno not in FULL:
             raise
-        log.warning("there is no disk tier until the worker starts anew: %s", error)
+        log.warning("no disk tier until the worker is restarted: %s", error)
         folder, disk_blocks = None, 0
     tiers = ColdTiers(
         copies,
@@ -74,7 +75,7 @@ def open_tiers(
     _measure(tiers, copies, folder, min(kv_blocks, host_blocks))
     tiers.set_prefill_speed(*prefill)
     log.info(
-        "cold tiers: %d blocks in host memory, %d on disk, of which %d are there already",
+        "cold tiers: %d blocks in host memory, %d on disk, %d of them found there",
         host_blocks,
         tiers.disk.capacity,
         len(tiers.disk),
@@ -85,9 +86,9 @@ def open_tiers(
 def open_folder(
     settings: WorkerSettings, runner: TorchRunner, namespace: Namespace
 ) -> tuple[DiskFolder | None, int]:
-    """The disk tier's folder of a namespace, and the blocks that it may hold.
+    """The disk tier's folder of a namespace, and its maximum of blocks.
 
-    None where the settings ask for no disk tier. Raises ValueError, OSError.
+    None if the settings have no disk tier. Raises ValueError, OSError.
     """
     if not settings.disk_tier_gb:
         return None, 0
@@ -101,16 +102,16 @@ def open_folder(
     if blocks < 1:
         folder.close()
         raise ValueError(
-            f"worker.disk_tier_gb={settings.disk_tier_gb:g} holds no block of "
-            f"{folder.block_bytes} bytes: set it higher, or to 0"
+            f"worker.disk_tier_gb={settings.disk_tier_gb:g} is less than one block of "
+            f"{folder.block_bytes} bytes; set it higher, or to 0"
         )
     return folder, blocks
 
 
 def _measure(tiers: ColdTiers, copies: TorchCopies, folder: DiskFolder | None, most: int) -> None:
-    """What copies and reads cost here, before the first request asks. Later loads correct it."""
+    """Measure copies and reads before the first request. Later loads correct the result."""
     copies.clear(most)
-    copies.copy_in([0], [1])  # whatever the first one has to set up does not count
+    copies.copy_in([0], [1])  # without the set-up of the first copy
     for count in PROBE_BLOCKS:
         count = min(count, most)
         began_s = time.perf_counter()
@@ -122,7 +123,7 @@ def _measure(tiers: ColdTiers, copies: TorchCopies, folder: DiskFolder | None, m
     try:
         folder.write(header, copies.host_bytes(0))
     except OSError as error:
-        log.warning("the disk tier is measured by its first load: %s", error)
+        log.warning("cannot measure the disk tier, its first load will: %s", error)
         return
     for count in PROBE_BLOCKS:
         began_s = time.perf_counter()

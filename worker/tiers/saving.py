@@ -1,7 +1,7 @@
-"""Writing to disk, when a worker ends in good order, what is on the device alone.
+"""Save at shutdown: write to disk the blocks that are only on the device.
 
-The most valuable blocks go first, each behind the one that it continues, and one thread writes them
-in that order: wherever time runs out, what lies there is whole chains of whole files.
+The most valuable blocks are written first, each after the one that it continues, by one thread in
+this order: when time runs out, the disk holds complete files without gaps in their chains.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from worker.prefix_cache import PrefixCache
 
 BLOCKS_AT_ONCE = 64
-"""Blocks that are copied to host memory, then written, before the next ones are."""
+"""Blocks that are copied to host memory and written at a time."""
 
 
 def save_cache(
@@ -25,14 +25,14 @@ def save_cache(
     clock: Callable[[], float],
     idle: Callable[[], None],
 ) -> tuple[int, int]:
-    """Write what the cache holds, as far as `seconds` of `clock` go; `idle` waits a moment.
+    """Write the cached blocks within `seconds` of `clock`; `idle` waits a moment.
 
-    Nobody may use the cache's blocks any more, nor the cache afterwards. Returns how many blocks of
-    the cache lie on disk now, and how many there were.
+    The blocks must not be in use, and the cache must not be used afterwards. Returns how many
+    blocks of the cache are on disk now, and how many there were.
     """
     until = clock() + seconds
     order = cache.wind_up()
-    fits = order[: tiers.disk.capacity]  # what goes beyond would take the room of the first ones
+    fits = order[: tiers.disk.capacity]  # more would displace the first ones
     tiers.keep_on_disk([cache.hash_of(block) for block in fits], cache.now)
     at_once = max(1, min(BLOCKS_AT_ONCE, tiers.host.capacity // 2))
     for first in range(0, len(fits), at_once):
@@ -49,7 +49,7 @@ def save_cache(
 def _settle(
     tiers: ColdTiers, until: float, clock: Callable[[], float], idle: Callable[[], None]
 ) -> bool:
-    """Wait until nothing is on its way to the disk. Returns whether there is time left."""
+    """Wait for all copies and writes. Returns whether time is left."""
     tiers.copy_out()
     while True:
         tiers.take_loaded(clock())

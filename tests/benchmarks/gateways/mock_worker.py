@@ -196,8 +196,8 @@ def _event(number: int) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-_EVENTS = [_event(number) for number in range(EVENTS)]
-_EVENTS[-1] += b"data: [DONE]\n\n"
+EVENT_BYTES = [_event(number) for number in range(EVENTS)]
+EVENT_BYTES[-1] += b"data: [DONE]\n\n"
 
 
 async def _stream(request: web.Request, headers: dict[str, str]) -> web.StreamResponse:
@@ -205,7 +205,7 @@ async def _stream(request: web.Request, headers: dict[str, str]) -> web.StreamRe
         headers={**headers, "Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     )
     await response.prepare(request)
-    for event in _EVENTS:
+    for event in EVENT_BYTES:
         await response.write(event)
         await asyncio.sleep(0)
     await response.write_eof()
@@ -218,7 +218,7 @@ async def _slow_stream(
     response = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream"})
     await response.prepare(request)
     for _ in range(events):
-        await response.write(_EVENTS[0])
+        await response.write(EVENT_BYTES[0])
         await asyncio.sleep(gap_s)
     await response.write_eof()
     return response

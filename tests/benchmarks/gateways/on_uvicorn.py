@@ -17,7 +17,9 @@ from typing import Any
 import uvicorn
 
 from cluster.settings import load_settings
+from router.background import SWITCH_INTERVAL_S
 from router.gateway import GC_ALLOCATIONS, Gateway
+from router.http_connection import Service
 from router.http_messages import Request, Response
 
 
@@ -67,8 +69,8 @@ def _start(status: int, headers: Mapping[str, str]) -> dict[str, Any]:
 class App:
     """The ASGI application."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._service = gateway._server._service
+    def __init__(self, service: Service) -> None:
+        self._service = service
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         headers = {
@@ -106,13 +108,10 @@ async def _cancel_when_gone(receive: Any, task: asyncio.Task[None]) -> None:
         task.cancel()
 
 
-async def serve(port: int) -> None:
+async def serve_on_uvicorn(service: Service, port: int) -> None:
     """Until the process is ended."""
-    settings = load_settings(flags={"gateway.port": 0})
-    gateway = Gateway(settings)
-    await gateway.start()
     config = uvicorn.Config(
-        App(gateway),  # type: ignore[arg-type]
+        App(service),  # type: ignore[arg-type]
         host="127.0.0.1",
         port=port,
         http="httptools",
@@ -122,10 +121,18 @@ async def serve(port: int) -> None:
         log_level="warning",
         server_header=False,
     )
+    await uvicorn.Server(config).serve()
+
+
+async def serve(port: int) -> None:
+    """The gateway, until the process is ended."""
+    gateway = Gateway(load_settings(flags={"gateway.port": 0}))
+    await gateway.start()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # all this as `serve_gateway` does
     gc.freeze()
     gc.set_threshold(GC_ALLOCATIONS, *gc.get_threshold()[1:])
     try:
-        await uvicorn.Server(config).serve()
+        await serve_on_uvicorn(gateway._server._service, port)
     finally:
         await gateway.stop()
 

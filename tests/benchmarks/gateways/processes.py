@@ -92,6 +92,11 @@ class Stage:
         port = free_port()
         return self._ready("uvicorn", port, ["tests.benchmarks.gateways.on_uvicorn", str(port)])
 
+    def start_bare(self, name: str) -> Gateway:
+        """An HTTP server, "stemroute" or "uvicorn", that forwards nothing."""
+        port = free_port()
+        return self._ready(name, port, ["tests.benchmarks.gateways.bare_server", name, str(port)])
+
     def _ready(self, name: str, port: int, module: list[str]) -> Gateway:
         process = self._start(
             [sys.executable, "-m", *module],
