@@ -7,7 +7,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -155,6 +155,13 @@ def asks(
     return found
 
 
+class Sending(NamedTuple):
+    """A request that is being sent."""
+
+    outcome: Outcome
+    task: asyncio.Task[None]
+
+
 class Client:
     """Sends requests to gateways as a load balancer would: in turn, past those that do not listen.
 
@@ -178,19 +185,30 @@ class Client:
         await self._session.close()
 
     async def send(self, ask: Ask, gateway: int | None = None) -> Outcome:
-        """Send one request and read its answer to the end. Cancelled, it raises nothing: the
-        outcome is then unfinished.
+        """Send one request and read its answer to the end.
 
         `gateway` is where to send it first; None takes them in turn.
         """
-        loop = asyncio.get_running_loop()
+        outcome = self._outcome(ask, gateway)
+        await self._run(ask, outcome)
+        return outcome
+
+    def begin(self, ask: Ask, gateway: int | None = None) -> Sending:
+        """The same as a task of its own, whose outcome can be looked at when it is cancelled."""
+        outcome = self._outcome(ask, gateway)
+        return Sending(outcome, asyncio.create_task(self._run(ask, outcome)))
+
+    def _outcome(self, ask: Ask, gateway: int | None) -> Outcome:
         if gateway is None:
             gateway = self._next
             self._next = (self._next + 1) % len(self._urls)
-        outcome = Outcome(ask.number, ask.stream, loop.time())
+        return Outcome(ask.number, ask.stream, asyncio.get_running_loop().time(), gateway)
+
+    async def _run(self, ask: Ask, outcome: Outcome) -> None:
+        first = outcome.gateway
         try:
             for step in range(len(self._urls)):
-                outcome.gateway, outcome.error = (gateway + step) % len(self._urls), ""
+                outcome.gateway, outcome.error = (first + step) % len(self._urls), ""
                 try:
                     await self._post(ask, outcome)
                     break
@@ -198,10 +216,11 @@ class Client:
                     outcome.error = f"no connection: {error}"
         except asyncio.CancelledError:
             outcome.error = "no end"
+            raise
         except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
             outcome.error = f"{type(error).__name__}: {error}"
-        outcome.heard(loop.time())
-        return outcome
+        finally:
+            outcome.heard(asyncio.get_running_loop().time())
 
     async def _post(self, ask: Ask, outcome: Outcome) -> None:
         url = self._urls[outcome.gateway] + PATHS[ask.kind]
@@ -260,7 +279,7 @@ async def replay(
     sent is cut off, and unfinished.
     """
     rng, loop = random.Random(0), asyncio.get_running_loop()
-    tasks: list[asyncio.Task[Outcome]] = []
+    sent: list[Sending] = []
     begin = due = loop.time()
     try:
         while (due := due + rng.expovariate(rate)) < begin + seconds:
@@ -268,19 +287,21 @@ async def replay(
             ask = chosen[rng.randrange(len(chosen))]
             if fresh:
                 ask = replace(ask, serial=next(serials))
-            tasks.append(asyncio.create_task(client.send(ask)))
-        return await gather(tasks, patience_s)
+            sent.append(client.begin(ask))
+        return await gather(sent, patience_s)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _cut_off(sent)
 
 
-async def gather(tasks: Sequence[asyncio.Task[Outcome]], patience_s: float) -> list[Outcome]:
+async def gather(sent: Sequence[Sending], patience_s: float) -> list[Outcome]:
     """The outcomes of all; those that have not ended after `patience_s` are cut off."""
-    if not tasks:
-        return []
-    _, late = await asyncio.wait(tasks, timeout=patience_s)
-    for task in late:
-        task.cancel()
-    return list(await asyncio.gather(*tasks))
+    if sent:
+        await asyncio.wait([each.task for each in sent], timeout=patience_s)
+    await _cut_off(sent)
+    return [each.outcome for each in sent]
+
+
+async def _cut_off(sent: Sequence[Sending]) -> None:
+    for each in sent:
+        each.task.cancel()
+    await asyncio.gather(*(each.task for each in sent), return_exceptions=True)

@@ -86,6 +86,8 @@ def main(arguments: list[str] | None = None) -> int:
             console.print(f"{fault.name:24} {fault.what}", highlight=False)
         return 0
     names = options.faults or [name for name in FAULTS if name not in ON_REQUEST]
+    # what a shell begins in the background ignores Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _interrupt)
     runner, results, code = Runner(options.engine), [], 0
     try:
@@ -114,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGINT)  # which ends what runs on the event loop in order
 
 
 def _parser() -> argparse.ArgumentParser:

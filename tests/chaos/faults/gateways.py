@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 
 from tests.chaos.driving import Goal, Result, drive, fault
@@ -31,10 +30,7 @@ async def gateway_terminated(rig: Rig, seconds: float) -> Result:
     await rig.know([*long, *rig.asks])
     ending = rig.gateways[0]
     async with Client(rig.urls) as client:
-        streams = [
-            asyncio.create_task(client.send(long[number % DISTINCT], gateway=0))
-            for number in range(STREAMS)
-        ]
+        streams = [client.begin(long[number % DISTINCT], gateway=0) for number in range(STREAMS)]
 
         async def strike() -> None:
             ending.process.send_signal(signal.SIGTERM)
