@@ -101,12 +101,12 @@ class Serving:
                         self._metrics.attempts.broken_streams += 1
                     return outcome.response
                 failure = outcome.error
+                self._metrics.attempts.note(outcome.reason)
+                log.info("request %s: worker %s: %s", request_id, placement.worker, failure)
                 if outcome.reason == "timeout":
                     break  # the client has waited long enough
                 if outcome.reason == "connect":
                     self._fleet.suspect(placement.worker)
-                self._metrics.attempts.note(outcome.reason)
-                log.info("request %s: worker %s: %s", request_id, placement.worker, failure)
                 tried.append(placement.worker)
             raise failure
 

@@ -166,6 +166,7 @@ async def test_a_timeout_is_final():
         status, _, body = await rig.complete(PROMPT)
         assert (status, body["error"]["code"]) == (504, "first_byte_timeout")
         assert sum(len(worker.requests) for worker in rig.workers) == 1
+        assert count(rig, "failed_attempts", reason="timeout") == 1
 
 
 async def hang(request, generate):
