@@ -17,6 +17,7 @@ from cluster.protocol import (
     HEADER_WORKER,
     SERVICE_UNAVAILABLE,
     ErrorAnswer,
+    ErrorBody,
     GenerateRequest,
     RequestError,
 )
@@ -36,6 +37,9 @@ STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 Reason = Literal["connect", "full", "unavailable", "failed", "dropped", "timeout"]
 _REASONS: dict[int, Reason] = {429: "full", 503: "unavailable"}
+
+REQUEST_FAULTS = frozenset({400, 413, 422})
+"""Statuses of a request that no worker would accept."""
 
 
 class Answered(NamedTuple):
@@ -187,30 +191,30 @@ async def _breaks_off(upstream: WorkerAnswer, first: bytes, stream: Stream, work
 
 
 async def _refused(upstream: WorkerAnswer, worker: str) -> Answered | Failed:
-    """Pass a 4xx on as it is. 429 and all other statuses concern this worker only: retry."""
+    """Pass on what no worker would accept. All other statuses concern this worker only: retry.
+
+    An unexpected status, such as 401 or 404, becomes 502: the worker, or a process that has taken
+    its port, does not serve this pool.
+    """
     body = await upstream.read()
     status = upstream.status
-    if status != 429 and 400 <= status < 500:
+    if status in REQUEST_FAULTS:
         kind = upstream.headers.get("content-type", "application/json")
         return Answered(Response(body, status, {"Content-Type": kind}))
-    if status < 400:
-        status = 502  # neither a response nor a refusal
-    reason = _REASONS.get(status, "failed")
+    if status < 500 and status != 429:
+        status = 502
     try:
         told = msgspec.json.decode(body, type=ErrorAnswer).error
     except msgspec.MsgspecError:
-        return Failed(
-            reason,
-            RequestError(
-                f"the worker {worker} answered with status {upstream.status}: retry",
-                status=status,
-                type="server_error",
-                code="worker_failed",
-            ),
+        told = ErrorBody(
+            message=f"the worker {worker} answered with status {upstream.status}: retry",
+            type="server_error",
+            code="worker_failed",
         )
+    kind = told.type if status == upstream.status else "server_error"
     return Failed(
-        reason,
-        RequestError(told.message, status=status, type=told.type, param=told.param, code=told.code),
+        _REASONS.get(status, "failed"),
+        RequestError(told.message, status=status, type=kind, param=told.param, code=told.code),
     )
 
 

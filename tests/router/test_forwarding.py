@@ -257,6 +257,17 @@ async def test_errors_of_the_request_pass_through_and_are_not_retried():
         assert sum(len(worker.requests) for worker in rig.workers) == 1
 
 
+@pytest.mark.parametrize("status", [401, 404, 405])
+async def test_a_server_that_does_not_serve_this_pool_does_not_answer_for_it(status):
+    """Another process may have taken the port of a worker that was killed."""
+    async with Rig(workers=2, attempts=2) as rig:
+        for worker in rig.workers:
+            worker.answer = worker.refuse(status, "who are you?")
+        got, _, body = await rig.complete()
+        assert (got, body["error"]["message"]) == (502, "who are you?")
+        assert all(worker.requests for worker in rig.workers)
+
+
 @pytest.mark.parametrize("status", [204, 206, 302])
 async def test_what_is_neither_an_answer_nor_a_refusal_is_a_502(status):
     async with Rig(workers=2, attempts=2) as rig:
