@@ -208,7 +208,7 @@ class Admin:
             )
         except httpx.HTTPError as error:
             raise AdminError(
-                f"no answer from {self._url}{path} ({error or type(error).__name__}): "
+                f"no answer from {self._url}{path} ({str(error) or type(error).__name__}): "
                 "is the gateway running there?"
             ) from error
         if answer.status_code in (401, 403):

@@ -63,8 +63,9 @@ class Siblings:
             async with request as answer:
                 return SiblingAnswer(number, answer.status, await answer.read())
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            reason = str(error) or f"no response within {timeout_s:g} s"
             raise RequestError(
-                f"process {number} of this gateway does not answer: {error or 'timeout'}",
+                f"process {number} of this gateway does not answer: {reason}",
                 status=503,
                 type="server_error",
                 code="process_unreachable",

@@ -237,7 +237,7 @@ class Tokenization:
                     raise ValueError("its tokenizer or model does not match its card")
                 return await asyncio.to_thread(Encoder, info)
             except Exception as error:  # tokenizers raises plain Exception
-                reasons.append(f"{card.worker}: {error or type(error).__name__}")
+                reasons.append(f"{card.worker}: {str(error) or type(error).__name__}")
         raise RequestError(
             "no worker returned the tokenizer of the model: " + "; ".join(reasons),
             status=503,

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import httptools
 
 IDLE_S = 15.0
-"""Idle connections are closed after this time, before workers close them."""
+"""Connections that were idle for longer are not used again: workers are about to close them."""
 
 GATHER_S = 0.001
 """Pieces that arrive within this time after the last read are read together. Tokens of one sequence
@@ -129,7 +129,7 @@ class WorkerConnections:
                     url.port or 80,
                 )
         except (OSError, TimeoutError, ValueError) as error:
-            raise WorkerUnreachable(f"{address}: {error or 'no response in time'}") from error
+            raise WorkerUnreachable(f"{address}: {str(error) or 'no response in time'}") from error
         return connection
 
     def _made(self, connection: _Connection) -> None:
@@ -140,11 +140,11 @@ class WorkerConnections:
 
     def _lost(self, connection: _Connection) -> None:
         self._all.discard(connection)
-        idle = self._idle.get(connection.address)
-        if idle and connection in idle:
+        idle = self._idle[connection.address]
+        if connection in idle:
             idle.remove(connection)
-            if not idle:
-                del self._idle[connection.address]
+        if not idle:
+            del self._idle[connection.address]
 
 
 class _Malformed(Exception):

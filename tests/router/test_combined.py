@@ -7,9 +7,10 @@ which one is asked. tests/ops/test_gateway_processes.py has real processes.
 import asyncio
 import contextlib
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.protocol import HEADER_EXPLAIN, HEADER_REQUEST_ID, HEADER_WORKER
+from cluster.protocol import HEADER_EXPLAIN, HEADER_REQUEST_ID, HEADER_WORKER, RequestError
 from router.admin import Admin
 from router.combined import labelled
 from router.siblings import Siblings
@@ -54,6 +55,20 @@ async def test_a_process_that_does_not_answer_makes_the_gateway_unready(tmp_path
         assert (status, body["error"]["code"]) == (503, "process_unreachable")
         assert "process 1 of this gateway does not answer" in body["error"]["message"]
         assert (await rig.get("/health"))[0] == 200
+
+
+async def test_a_process_that_is_too_slow_is_named_with_the_time(tmp_path):
+    siblings = Siblings(tmp_path, 0, 2)
+
+    async def silent(reader, writer):
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+
+    async with await asyncio.start_unix_server(silent, tmp_path / "1"):
+        with pytest.raises(RequestError, match="does not answer: no response within 0.05 s"):
+            await siblings.ask(1, "GET", "/process/ready", timeout_s=0.05)
+        await siblings.close()
 
 
 async def test_a_policy_reaches_every_process_and_a_wrong_one_none(tmp_path):

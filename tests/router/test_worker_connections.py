@@ -155,6 +155,23 @@ async def test_an_idle_connection_that_the_worker_closes_is_not_used_again(monke
         answer.close()
 
 
+async def test_a_worker_that_has_left_is_forgotten(monkeypatch):
+    async with Server() as server:
+        answer, reader, writer = await server.answered(OK)
+        await read_request(reader)
+        await answer.read()
+        answer.close()
+        posting = server.post()
+        await read_request(reader)
+        lost = asyncio.Event()
+        monkeypatch.setattr(server.workers, "_lost", also(server.workers._lost, lost.set))
+        writer.close()
+        with pytest.raises(WorkerLost):
+            await posting
+        await asyncio.wait_for(lost.wait(), 10)
+        assert not server.workers._idle
+
+
 async def test_a_head_may_come_in_pieces_and_after_an_interim_one():
     async with Server() as server:
         posting, _, writer = await server.asked()
