@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
-import aiohttp
 import msgspec
 
 from cluster.bus_status import BusStatus
@@ -20,6 +19,7 @@ from router.policies import PolicyError, available, parse_policy
 from router.readiness import disagreeing, index_view
 from router.recent_decisions import MOST_DECISIONS
 from router.shadow import ShadowView
+from router.worker_calls import CallFailed, WorkerCalls
 
 FLUSH_TIMEOUT_S = 10.0
 """Time for every worker to flush and for the new epochs to arrive over the bus."""
@@ -146,14 +146,14 @@ class Admin:
         pool: str,
         fleet: Fleet,
         dispatcher: Dispatcher,
-        session: aiohttp.ClientSession,
+        calls: WorkerCalls,
         bus: Callable[[], BusStatus],
         encoders: Callable[[], list[EncoderInfo]],
     ) -> None:
         self._pool = pool
         self._fleet = fleet
         self._dispatcher = dispatcher
-        self._session = session
+        self._calls = calls
         self._bus = bus
         self._encoders = encoders
         self._changed = asyncio.Event()
@@ -294,16 +294,14 @@ class Admin:
         ]
 
     async def _flush_worker(self, worker: str, address: str) -> tuple[str, int]:
+        url = f"{address}/admin/flush"
         try:
-            async with self._session.post(f"{address}/admin/flush") as answer:
-                body = await answer.read()
-                if answer.status != 200:
-                    raise ValueError(f"status {answer.status}")
-                return worker, msgspec.json.decode(body, type=_Flushed).epoch
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+            flushed = await self._calls.ask("POST", url, _Flushed, FLUSH_TIMEOUT_S)
+        except CallFailed as failed:
             raise RequestError(
-                f"the worker {worker} was not flushed: {error}",
+                f"the worker {worker} was not flushed: {failed}",
                 status=502,
                 type="server_error",
                 code="flush_failed",
-            ) from error
+            ) from failed
+        return worker, flushed.epoch

@@ -49,6 +49,7 @@ from router.shadow import Shadows, parse_shadows
 from router.siblings import Siblings
 from router.tokenization import Tokenization
 from router.worker_admin import WorkerAdmin
+from router.worker_calls import WorkerCalls
 from router.worker_connections import WorkerConnections
 
 log = logging.getLogger(__name__)
@@ -130,6 +131,7 @@ class Gateway:
         self._following: asyncio.Task[None] | None = None
         self._cleanup = contextlib.AsyncExitStack()
         self._session: aiohttp.ClientSession
+        self._calls: WorkerCalls
         self._workers: WorkerConnections
         self._background: Background
         self._tokenization: Tokenization
@@ -154,6 +156,7 @@ class Gateway:
         self._session = await self._cleanup.enter_async_context(
             aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), headers=headers)
         )
+        self._calls = WorkerCalls(self._session, settings.connect_timeout_s)
         self._workers = WorkerConnections(
             {**headers, "Content-Type": "application/msgpack"}, settings.connect_timeout_s
         )
@@ -199,7 +202,7 @@ class Gateway:
             self.settings.pool,
             self.fleet,
             self.dispatcher,
-            self._session,
+            self._calls,
             self._bus_status,
             self._tokenization.encoder_infos,
         )
@@ -213,7 +216,7 @@ class Gateway:
             Route("GET", "/metrics", self._metrics),
             Route("POST", "/admin/explain", self._explain),
             *admin.routes(),
-            *WorkerAdmin(self.fleet, self._session).routes(),
+            *WorkerAdmin(self.fleet, self._calls).routes(),
         ]
         if self._siblings is None:
             return routes
@@ -249,13 +252,7 @@ class Gateway:
             log.exception("the bus follower had failed")
 
     async def _fetch_model(self, card: WorkerCard) -> ModelInfo:
-        timeout = aiohttp.ClientTimeout(
-            total=FETCH_TIMEOUT_S, sock_connect=self.settings.gateway.connect_timeout_s
-        )
-        async with self._session.get(f"{card.address}/model", timeout=timeout) as answer:
-            if answer.status != 200:
-                raise ValueError(f"/model answered with status {answer.status}")
-            return msgspec.json.decode(await answer.read(), type=ModelInfo)
+        return await self._calls.ask("GET", f"{card.address}/model", ModelInfo, FETCH_TIMEOUT_S)
 
     async def _chat(self, request: Request) -> Response | None:
         arrived = time.perf_counter()

@@ -119,7 +119,7 @@ class Encoder:
 class Tokenization:
     """Tokenises and hashes prompts; caches encoders and recent hashes.
 
-    fetch        gets `ModelInfo` from the worker of a card; raises OSError or ValueError
+    fetch        gets `ModelInfo` from the worker of a card; raises CallFailed
     secret       pool secret, which goes into every hash
     background   runs long work in threads
     """

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-import aiohttp
 import msgspec
 
-from cluster.protocol import SERVICE_UNAVAILABLE, CacheView, ErrorAnswer, RequestError
+from cluster.protocol import SERVICE_UNAVAILABLE, CacheView, RequestError
 from router.edge import Route, admin_body, json_response
 from router.fleet import Fleet
 from router.http_messages import Request, Response
 from router.member import Member
+from router.worker_calls import CallFailed, WorkerCalls
 
 STATS_TIMEOUT_S = 5.0
 WEIGHTS_TIMEOUT_S = 3600.0
@@ -47,11 +47,11 @@ class WeightsAnswer(msgspec.Struct, frozen=True):
 
 
 class WorkerAdmin:
-    """Handlers. The session belongs to the gateway and sends the pool token to workers."""
+    """Handlers."""
 
-    def __init__(self, fleet: Fleet, session: aiohttp.ClientSession) -> None:
+    def __init__(self, fleet: Fleet, calls: WorkerCalls) -> None:
         self._fleet = fleet
-        self._session = session
+        self._calls = calls
         self._changing = asyncio.Lock()
 
     def routes(self) -> list[Route]:
@@ -106,39 +106,28 @@ class WorkerAdmin:
         return json_response(WeightsAnswer(changed))
 
     async def _view_of(self, member: Member) -> CacheView | str:
+        url = f"{member.card.address}/stats"
         try:
-            timeout = aiohttp.ClientTimeout(total=STATS_TIMEOUT_S)
-            url = f"{member.card.address}/stats"
-            async with self._session.get(url, timeout=timeout) as answer:
-                body = await answer.read()
-                if answer.status != 200:
-                    return f"status {answer.status}"
-                return msgspec.json.decode(body, type=CacheView)
-        except TimeoutError:
-            return f"no response within {STATS_TIMEOUT_S:g} s"
-        except (aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
-            return str(error) or repr(error)
+            return await self._calls.ask("GET", url, CacheView, STATS_TIMEOUT_S)
+        except CallFailed as failed:
+            return str(failed)
 
     async def _change(
         self, member: Member, model: str, before: list[ChangedWorker]
     ) -> ChangedWorker:
-        worker = member.card.worker
-        done = ", ".join(each.worker for each in before) or "none"
+        url = f"{member.card.address}/admin/weights"
         try:
-            timeout = aiohttp.ClientTimeout(total=WEIGHTS_TIMEOUT_S)
-            url = f"{member.card.address}/admin/weights"
-            async with self._session.post(url, json={"model": model}, timeout=timeout) as answer:
-                body = await answer.read()
-            if answer.status == 200:
-                return msgspec.json.decode(body, type=ChangedWorker)
-            reason = msgspec.json.decode(body, type=ErrorAnswer).error.message
-            status = answer.status if answer.status < 500 else 502
-        except (TimeoutError, aiohttp.ClientError, OSError, msgspec.MsgspecError) as error:
-            reason, status = str(error) or repr(error), 502
-        raise RequestError(
-            f"the worker {worker} did not change its weights: {reason}; changed before it: {done}",
-            status=status,
-            type="invalid_request_error" if status < 500 else "server_error",
-            param="model",
-            code="weights_refused",
-        )
+            return await self._calls.ask(
+                "POST", url, ChangedWorker, WEIGHTS_TIMEOUT_S, {"model": model}
+            )
+        except CallFailed as failed:
+            status = failed.status if 400 <= failed.status < 500 else 502
+            done = ", ".join(each.worker for each in before) or "none"
+            raise RequestError(
+                f"the worker {member.card.worker} did not change its weights: {failed}; "
+                f"changed before it: {done}",
+                status=status,
+                type="invalid_request_error" if status < 500 else "server_error",
+                param="model",
+                code="weights_refused",
+            ) from failed

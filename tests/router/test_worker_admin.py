@@ -1,5 +1,7 @@
 """`/admin/cache` and `/admin/weights`: what workers say, and one worker after the other."""
 
+import asyncio
+
 import msgspec
 from aiohttp import web
 
@@ -94,3 +96,28 @@ async def test_what_cannot_be_asked_is_refused_in_words():
         status, _, body = await rig.post("/admin/weights", {"model": "x", "worker": "nobody"})
         assert status == 503
         assert "the worker nobody is not ready" in body["error"]["message"]
+
+
+async def test_a_worker_that_sends_no_json_or_fails_is_told_with_its_own_words(monkeypatch):
+    monkeypatch.setattr("router.worker_admin.STATS_TIMEOUT_S", 0.2)
+    silent = asyncio.Event()
+
+    async def hangs(request):
+        await silent.wait()
+
+    async def garbage(request):
+        return web.Response(text="hello")
+
+    async def fails(request):
+        error = {"message": "the engine is dead", "type": "server_error"}
+        return web.json_response({"error": error}, status=503)
+
+    async with Rig(workers=3) as rig:
+        for worker, stats in zip(rig.workers, (hangs, garbage, fails), strict=True):
+            worker.others["GET /stats"] = stats
+        _, _, body = await rig.get("/admin/cache")
+        silent.set()
+        assert body["workers"] == []
+        assert body["silent"]["w0"] == "no response within 0.2 s"
+        assert "malformed" in body["silent"]["w1"]
+        assert body["silent"]["w2"] == "the engine is dead"
