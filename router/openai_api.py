@@ -85,6 +85,14 @@ class CompletionBody(CommonBody, kw_only=True):
     prompt: str | list[str | int | list[int]]
 
 
+class _ServedChat(ChatBody, forbid_unknown_fields=True):
+    """A chat of supported fields only."""
+
+
+class _ServedCompletion(CompletionBody, forbid_unknown_fields=True):
+    """A completion of supported fields only."""
+
+
 class ApiRequest(NamedTuple):
     """A parsed request. Exactly one of messages, text and token_ids is set.
 
@@ -124,8 +132,7 @@ class ApiRequest(NamedTuple):
 def parse_chat(body: bytes, max_messages: int = DEFAULT_MAX_MESSAGES) -> ApiRequest:
     """Parse the body of a chat request. Raises RequestError (400)."""
     check_json_size(body, max_messages)
-    parsed = _decode(body, ChatBody)
-    ignored = refuse_unserved(_fields(body), ChatBody)
+    parsed, ignored = _served(body, ChatBody, _ServedChat)
     if len(parsed.messages) > max_messages:
         raise RequestError(
             f"`messages` holds {len(parsed.messages)} messages: send at most {max_messages} "
@@ -160,9 +167,9 @@ def parse_completion(body: bytes, max_messages: int = DEFAULT_MAX_MESSAGES) -> A
     `max_messages` bounds the JSON values of the body, as in a chat.
     """
     check_json_size(body, max_messages)
-    parsed = _decode(body, CompletionBody)
+    parsed, ignored = _served(body, CompletionBody, _ServedCompletion)
     request = _common(parsed, "completion", parsed.max_tokens)._replace(
-        body_bytes=len(body), ignored_fields=refuse_unserved(_fields(body), CompletionBody)
+        body_bytes=len(body), ignored_fields=ignored
     )
     prompt = parsed.prompt
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
@@ -213,9 +220,19 @@ def _decode(body: bytes, kind: type[_Body]) -> _Body:
         ) from error
 
 
-def _fields(body: bytes) -> dict[str, msgspec.Raw]:
-    """The raw fields of a body that has been decoded before."""
-    return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+def _served(
+    body: bytes, kind: type[_Body], strict: type[_Body]
+) -> tuple[_Body, tuple[str, ...]]:
+    """The body as `kind`, and the names of its unknown fields. Raises RequestError (400).
+
+    `strict` is `kind` without other fields: most bodies have none, and are read only once.
+    """
+    try:
+        return msgspec.json.decode(body, type=strict), ()
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        parsed = _decode(body, kind)
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    return parsed, refuse_unserved(fields, kind)
 
 
 def _wrong_type(reason: str) -> RequestError:
