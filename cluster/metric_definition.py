@@ -6,7 +6,7 @@ Names follow https://prometheus.io/docs/practices/naming: one prefix per process
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Literal, TypeVar
@@ -51,8 +51,6 @@ UNITS: Mapping[str, str] = MappingProxyType(
 
 _Values = TypeVar("_Values", bound=tuple[str, ...])
 
-_NO_LABELS: Mapping[str, str] = MappingProxyType({})
-
 
 class MetricDefinition(msgspec.Struct, frozen=True):
     """One metric.
@@ -74,33 +72,20 @@ class MetricDefinition(msgspec.Struct, frozen=True):
                 return unit
         raise ValueError(f"the metric {self.name} ends in no unit: end it in one of UNITS")
 
-    def family(
-        self,
-        samples: float | Mapping[_Values, float],
-        constant: Mapping[str, str] = _NO_LABELS,
-    ) -> Metric:
+    def family(self, samples: float | Mapping[_Values, float]) -> Metric:
         """A counter or gauge with its samples: a number, or label values -> number.
 
-        `constant` labels are the same for all samples. Raises ValueError for wrong labels.
+        Raises ValueError for wrong labels.
         """
         kind = CounterMetricFamily if self.kind == "counter" else GaugeMetricFamily
-        family = kind(self.name, self.meaning, labels=[*constant, *self.labels])
-        if not isinstance(samples, Mapping):
-            family.add_metric([*constant.values()], samples)
-            return family
-        for values, number in samples.items():
+        family = kind(self.name, self.meaning, labels=self.labels)
+        for values, number in samples.items() if isinstance(samples, Mapping) else [((), samples)]:
             if len(values) != len(self.labels):
                 raise ValueError(f"{self.name} has the labels {self.labels}, not {values}")
-            family.add_metric([*constant.values(), *values], number)
+            family.add_metric(values, number)
         return family
 
-    def histogram(
-        self,
-        bounds: Sequence[float],
-        counts: Sequence[int],
-        total: float,
-        constant: Mapping[str, str] = _NO_LABELS,
-    ) -> Metric:
+    def histogram(self, bounds: Sequence[float], counts: Sequence[int], total: float) -> Metric:
         """A histogram.
 
         bounds   upper bounds of the buckets
@@ -109,9 +94,16 @@ class MetricDefinition(msgspec.Struct, frozen=True):
         """
         ends = [*map(floatToGoString, bounds), "+Inf"]
         buckets = list(zip(ends, accumulate(counts), strict=True))
-        family = HistogramMetricFamily(self.name, self.meaning, labels=[*constant])
-        family.add_metric([*constant.values()], buckets, total)
-        return family
+        return HistogramMetricFamily(self.name, self.meaning, buckets, total)
+
+
+def with_labels(families: Iterable[Metric], labels: Mapping[str, str]) -> Iterator[Metric]:
+    """Add `labels` to all samples. Changes the families."""
+    for family in families:
+        family.samples = [
+            sample._replace(labels={**labels, **sample.labels}) for sample in family.samples
+        ]
+        yield family
 
 
 class Section(msgspec.Struct, frozen=True):

@@ -9,14 +9,13 @@ process.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 
+from cluster.metric_definition import exposition, with_labels
 from cluster.protocol import ErrorAnswer, RequestError
 from router.admin import FLUSH_TIMEOUT_S, FleetView, ShadowAnswer
 from router.edge import Route, json_response
@@ -173,32 +172,14 @@ class Combined:
 
 def labelled(texts: dict[int, bytes]) -> bytes:
     """Merge the metrics of processes (Prometheus text format), adding the label `process`."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Labelled(texts))
-    return generate_latest(registry)
-
-
-class _Labelled(Collector):
-    def __init__(self, texts: dict[int, bytes]) -> None:
-        self._texts = texts
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        families: dict[str, Metric] = {}
-        for number, text in sorted(self._texts.items()):
-            for family in text_string_to_metric_families(text.decode()):
-                samples = [
-                    sample._replace(labels={**sample.labels, "process": str(number)})
-                    for sample in family.samples
-                ]
-                if family.name in families:
-                    families[family.name].samples += samples
-                else:
-                    family.samples = samples
-                    families[family.name] = family
-        return families.values()
+    families: dict[str, Metric] = {}
+    for number, text in sorted(texts.items()):
+        parsed = text_string_to_metric_families(text.decode())
+        for family in with_labels(parsed, {"process": str(number)}):
+            known = families.setdefault(family.name, family)
+            if known is not family:
+                known.samples += family.samples
+    return exposition(families.values())
 
 
 def _refuse_failure(answer: SiblingAnswer) -> None:

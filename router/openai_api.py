@@ -220,9 +220,7 @@ def _decode(body: bytes, kind: type[_Body]) -> _Body:
         ) from error
 
 
-def _served(
-    body: bytes, kind: type[_Body], strict: type[_Body]
-) -> tuple[_Body, tuple[str, ...]]:
+def _served(body: bytes, kind: type[_Body], strict: type[_Body]) -> tuple[_Body, tuple[str, ...]]:
     """The body as `kind`, and the names of its unknown fields. Raises RequestError (400).
 
     `strict` is `kind` without other fields: most bodies have none, and are read only once.

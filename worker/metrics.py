@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 
-from cluster.metric_definition import MetricDefinition, Section, exposition
+from cluster.metric_definition import MetricDefinition, Section, exposition, with_labels
 from cluster.protocol import CacheView, Load, TierView
 from worker.messages import EngineStats, EvictionAges, TierStats
 from worker.service import WorkerService
@@ -189,88 +189,86 @@ async def render_metrics(service: WorkerService) -> bytes:
     answer = await service.engine.stats()
     labels = dict(zip(LABELS, (service.info.model.model, service.name), strict=True))
     families = [
-        *load_metrics(service.publisher.load, labels),
-        *engine_metrics(answer.stats, answer.ages, labels),
-        *_service_metrics(service, labels),
+        *load_metrics(service.publisher.load),
+        *engine_metrics(answer.stats, answer.ages),
+        *_service_metrics(service),
     ]
     if answer.tiers is not None:
-        families += tier_metrics(answer.tiers, labels)
-    return exposition(families)
+        families += tier_metrics(answer.tiers)
+    return exposition(with_labels(families, labels))
 
 
-def load_metrics(load: Load, labels: dict[str, str]) -> Iterator[Metric]:
+def load_metrics(load: Load) -> Iterator[Metric]:
     """Values of the load that the worker publishes."""
-    yield PENDING_PREFILL_TOKENS.family(load.pending_prefill_tokens, labels)
-    yield PENDING_PREFILL_PAIRS.family(load.pending_prefill_pairs, labels)
-    yield RUNNING_REQUESTS.family(load.running, labels)
-    yield WAITING_REQUESTS.family(load.waiting, labels)
-    yield PREFILL_SECONDS_PER_TOKEN.family(load.prefill_s_per_token, labels)
-    yield PREFILL_SECONDS_PER_PAIR.family(load.prefill_s_per_pair, labels)
-    yield FREE_BLOCKS.family(load.free_blocks, labels)
-    yield CACHED_BLOCKS.family(load.cached_blocks, labels)
+    yield PENDING_PREFILL_TOKENS.family(load.pending_prefill_tokens)
+    yield PENDING_PREFILL_PAIRS.family(load.pending_prefill_pairs)
+    yield RUNNING_REQUESTS.family(load.running)
+    yield WAITING_REQUESTS.family(load.waiting)
+    yield PREFILL_SECONDS_PER_TOKEN.family(load.prefill_s_per_token)
+    yield PREFILL_SECONDS_PER_PAIR.family(load.prefill_s_per_pair)
+    yield FREE_BLOCKS.family(load.free_blocks)
+    yield CACHED_BLOCKS.family(load.cached_blocks)
 
 
-def engine_metrics(
-    stats: EngineStats, ages: EvictionAges, labels: dict[str, str]
-) -> Iterator[Metric]:
+def engine_metrics(stats: EngineStats, ages: EvictionAges) -> Iterator[Metric]:
     """Values of the engine's counts."""
-    yield STEPS.family(stats.steps, labels)
-    yield FAILED_STEPS.family(stats.failed_steps, labels)
-    yield COMPUTED_PROMPT_TOKENS.family(stats.computed_prompt_tokens, labels)
-    yield GENERATED_TOKENS.family(stats.generated_tokens, labels)
-    yield PREEMPTIONS.family(stats.preemptions, labels)
-    yield RESUMED_TOKENS.family(stats.resumed_tokens, labels)
-    yield HELD_REQUESTS.family(stats.held_requests, labels)
-    yield PINNED_BLOCKS.family(stats.pinned_blocks, labels)
-    yield HITS.family(stats.hits, labels)
-    yield PARTIAL_HITS.family(stats.partial_hits, labels)
-    yield MISSES.family(stats.misses, labels)
-    yield REUSED_TOKENS.family(stats.reused_tokens, labels)
+    yield STEPS.family(stats.steps)
+    yield FAILED_STEPS.family(stats.failed_steps)
+    yield COMPUTED_PROMPT_TOKENS.family(stats.computed_prompt_tokens)
+    yield GENERATED_TOKENS.family(stats.generated_tokens)
+    yield PREEMPTIONS.family(stats.preemptions)
+    yield RESUMED_TOKENS.family(stats.resumed_tokens)
+    yield HELD_REQUESTS.family(stats.held_requests)
+    yield PINNED_BLOCKS.family(stats.pinned_blocks)
+    yield HITS.family(stats.hits)
+    yield PARTIAL_HITS.family(stats.partial_hits)
+    yield MISSES.family(stats.misses)
+    yield REUSED_TOKENS.family(stats.reused_tokens)
     evicted = {
         ("space",): stats.evictions_for_space,
         ("share",): stats.evictions_over_share,
         ("expired",): stats.evictions_expired,
     }
-    yield EVICTED_BLOCKS.family(evicted, labels)
-    yield EVICTION_AGE.histogram(ages.bounds_s, ages.counts, ages.sum_s, labels)
-    yield FLUSHED_BLOCKS.family(stats.flushed_blocks, labels)
-    yield DUPLICATE_BLOCKS.family(stats.duplicates, labels)
-    yield COLLISIONS.family(stats.collisions, labels)
+    yield EVICTED_BLOCKS.family(evicted)
+    yield EVICTION_AGE.histogram(ages.bounds_s, ages.counts, ages.sum_s)
+    yield FLUSHED_BLOCKS.family(stats.flushed_blocks)
+    yield DUPLICATE_BLOCKS.family(stats.duplicates)
+    yield COLLISIONS.family(stats.collisions)
 
 
-def tier_metrics(tiers: TierStats, labels: dict[str, str]) -> Iterator[Metric]:
+def tier_metrics(tiers: TierStats) -> Iterator[Metric]:
     """Values of the cold tiers' counts."""
 
     def of_each(definition: MetricDefinition, cpu: float, disk: float) -> Metric:
-        return definition.family({("cpu",): cpu, ("disk",): disk}, labels)
+        return definition.family({("cpu",): cpu, ("disk",): disk})
 
     yield of_each(TIER_BLOCKS, tiers.cpu_blocks, tiers.disk_blocks)
     yield of_each(TIER_CAPACITY_BLOCKS, tiers.cpu_capacity_blocks, tiers.disk_capacity_blocks)
     yield of_each(TIER_LOADED_BLOCKS, tiers.cpu_loaded_blocks, tiers.disk_loaded_blocks)
     yield of_each(TIER_EVICTED_BLOCKS, tiers.cpu_evictions, tiers.disk_evictions)
-    yield TIER_LOADS.family(tiers.loads, labels)
-    yield TIER_FAILED_LOADS.family(tiers.failed_loads, labels)
-    yield TIER_DECLINED_LOADS.family(tiers.declined_loads, labels)
-    yield TIER_LOADED_BYTES.family(tiers.loaded_bytes, labels)
-    yield TIER_DEMOTED_BLOCKS.family(tiers.demoted_blocks, labels)
-    yield TIER_REFUSED_BLOCKS.family(tiers.refused_blocks, labels)
-    yield TIER_WRITTEN_BLOCKS.family(tiers.written_blocks, labels)
-    yield TIER_WRITTEN_BYTES.family(tiers.written_bytes, labels)
-    yield TIER_FAILED_WRITES.family(tiers.failed_writes, labels)
-    yield TIER_ORPHANED_FILES.family(tiers.orphaned_files, labels)
-    yield TIER_UNUSABLE_FILES.family(tiers.unusable_files, labels)
-    yield TIER_COLLISIONS.family(tiers.tier_collisions, labels)
+    yield TIER_LOADS.family(tiers.loads)
+    yield TIER_FAILED_LOADS.family(tiers.failed_loads)
+    yield TIER_DECLINED_LOADS.family(tiers.declined_loads)
+    yield TIER_LOADED_BYTES.family(tiers.loaded_bytes)
+    yield TIER_DEMOTED_BLOCKS.family(tiers.demoted_blocks)
+    yield TIER_REFUSED_BLOCKS.family(tiers.refused_blocks)
+    yield TIER_WRITTEN_BLOCKS.family(tiers.written_blocks)
+    yield TIER_WRITTEN_BYTES.family(tiers.written_bytes)
+    yield TIER_FAILED_WRITES.family(tiers.failed_writes)
+    yield TIER_ORPHANED_FILES.family(tiers.orphaned_files)
+    yield TIER_UNUSABLE_FILES.family(tiers.unusable_files)
+    yield TIER_COLLISIONS.family(tiers.tier_collisions)
 
 
-def _service_metrics(service: WorkerService, labels: dict[str, str]) -> Iterator[Metric]:
+def _service_metrics(service: WorkerService) -> Iterator[Metric]:
     info, status = service.info, service.publisher.status
-    yield CAPACITY_BLOCKS.family(info.capacity_blocks, labels)
-    yield POOL_USED.family(_pool_use(service), labels)
-    yield KV_BYTES_PER_TOKEN.family(info.kv_bytes_a_token, labels)
-    yield EPOCH_START_TIME.family(service.epoch / NS_PER_S, labels)
-    yield BUS_UP.family(int(status.connected), labels)
-    yield PUBLISHED_REPORTS.family(status.reports, labels)
-    yield PUBLISHED_WHOLE_SETS.family(status.whole_sets, labels)
+    yield CAPACITY_BLOCKS.family(info.capacity_blocks)
+    yield POOL_USED.family(_pool_use(service))
+    yield KV_BYTES_PER_TOKEN.family(info.kv_bytes_a_token)
+    yield EPOCH_START_TIME.family(service.epoch / NS_PER_S)
+    yield BUS_UP.family(int(status.connected))
+    yield PUBLISHED_REPORTS.family(status.reports)
+    yield PUBLISHED_WHOLE_SETS.family(status.whole_sets)
 
 
 async def cache_view(service: WorkerService) -> CacheView:

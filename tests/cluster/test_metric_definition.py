@@ -6,7 +6,7 @@ import pytest
 
 import router.metrics
 import worker.metrics
-from cluster.metric_definition import MetricDefinition, Section, exposition
+from cluster.metric_definition import MetricDefinition, Section, exposition, with_labels
 from tests.exposed_metrics import definitions_of, needs_promtool, promtool_findings
 
 GATEWAY = definitions_of(router.metrics.SECTIONS)
@@ -73,7 +73,7 @@ a_requests_total{path="/x",status="200",worker="w\\"0"} 2.0
 a_requests_total{path="/y",status="404",worker="w\\"0"} 1.0
 # HELP a_queued_requests Queue
 # TYPE a_queued_requests gauge
-a_queued_requests 3.0
+a_queued_requests{worker="w\\"0"} 3.0
 # HELP a_wait_seconds Wait
 # TYPE a_wait_seconds histogram
 a_wait_seconds_bucket{le="0.5",worker="w\\"0"} 1.0
@@ -85,23 +85,22 @@ a_wait_seconds_sum{worker="w\\"0"} 9.5
 
 
 def text() -> str:
-    constant = {"worker": 'w"0'}
-    return exposition(
-        [
-            ANSWERS.family({("200", "/x"): 2, ("404", "/y"): 1}, constant),
-            QUEUE.family(3),
-            WAIT.histogram([0.5, 2.0], [1, 2, 3], 9.5, constant),
-        ]
-    ).decode()
+    families = [
+        ANSWERS.family({("200", "/x"): 2, ("404", "/y"): 1}),
+        QUEUE.family(3),
+        WAIT.histogram([0.5, 2.0], [1, 2, 3], 9.5),
+    ]
+    return exposition(with_labels(families, {"worker": 'w"0'})).decode()
 
 
 def test_the_text_has_constant_labels_own_labels_and_cumulative_buckets() -> None:
     assert text() == TEXT
 
 
-def test_wrong_labels_are_refused() -> None:
+@pytest.mark.parametrize("samples", [{("200",): 1}, {("200", "/x", "y"): 1}, 1])
+def test_wrong_labels_are_refused(samples: float | dict[tuple[str, ...], float]) -> None:
     with pytest.raises(ValueError, match="a_requests_total has the labels"):
-        ANSWERS.family({("200",): 1})
+        ANSWERS.family(samples)
 
 
 @needs_promtool

@@ -66,7 +66,7 @@ async def test_a_process_that_is_too_slow_is_named_with_the_time(tmp_path):
         writer.close()
 
     async with await asyncio.start_unix_server(silent, tmp_path / "1"):
-        with pytest.raises(RequestError, match="does not answer: no response within 0.05 s"):
+        with pytest.raises(RequestError, match=r"does not answer: no response within 0\.05 s"):
             await siblings.ask(1, "GET", "/process/ready", timeout_s=0.05)
         await siblings.close()
 

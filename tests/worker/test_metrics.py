@@ -54,12 +54,7 @@ def test_every_count_of_engine_tiers_and_load_is_exposed() -> None:
         for kind in kinds
     )
     ages = EvictionAges(bounds_s=[1.0], counts=[2, 3], sum_s=4.5)
-    labels = {"model": "m", "worker": "w"}
-    families = [
-        *load_metrics(load, labels),
-        *engine_metrics(stats, ages, labels),
-        *tier_metrics(tiers, labels),
-    ]
+    families = [*load_metrics(load), *engine_metrics(stats, ages), *tier_metrics(tiers)]
     lines = exposition(families).decode().splitlines()
     values = [float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")]
     times = {name: values.count(number) for (_, name), number in numbers.items()}
