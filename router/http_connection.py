@@ -4,10 +4,7 @@ that the client has not received yet."""
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
-import struct
-import termios
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, cast
@@ -17,6 +14,7 @@ import httptools
 
 from cluster.protocol import RequestError
 from router.http_messages import ClientGone, Handler, Request, Response, whole
+from router.socket_state import in_flight_bytes, was_reset
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +31,10 @@ end is not noticed."""
 LINGER_S = 2.0
 """After a response that was sent before its request was complete, the rest of the request is
 discarded for this time: closing at once would make the kernel drop the response."""
+
+FIRST_CHECK_S = 0.05
+LAST_CHECK_S = 5.0
+"""Times between checks whether a client that sends no more has left; each is twice the former."""
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -103,11 +105,10 @@ class ClientConnection(asyncio.Protocol):
         self._body_bytes = 0  # of the body, stored or discarded
         self._unframed = 0  # bytes of a body that the parser does not handle
         self._waiting: deque[Request] = deque()
+        self._answering: Request | None = None  # its response is not complete
         self._may_write: asyncio.Future[None] | None = None
         self._written_bytes = 0
-        self._taken_bytes = (
-            -1
-        )  # written bytes that the client had received at the last check; -1: all
+        self._taken_bytes = -1  # those that the client had received at the last check; -1: all
         self._moved_at = 0.0  # when `_taken_bytes` last changed
         self._paused = False
         self._throws_away = False
@@ -143,7 +144,7 @@ class ClientConnection(asyncio.Protocol):
         if not unsent:
             self._taken_bytes = -1
             return 0.0
-        taken = self._written_bytes - unsent - _in_flight_bytes(self.transport)
+        taken = self._written_bytes - unsent - in_flight_bytes(self.transport)
         if taken != self._taken_bytes:
             self._taken_bytes = taken
             self._moved_at = now
@@ -207,6 +208,23 @@ class ClientConnection(asyncio.Protocol):
             self._framing_bytes -= max(0, self._body_bytes - body_bytes)
             if self._framing_bytes > MAX_HEAD_BYTES + FRAMING_PER_BYTE * self._body_bytes:
                 self._give_up(f"its headers or chunk framing exceed {MAX_HEAD_BYTES} bytes", 431)
+
+    def eof_received(self) -> bool:
+        """The client sends no more. Returns whether the connection stays open.
+
+        The client has left, or waits for responses. It tells by its reply to an interim response:
+        if it has left, it resets the connection. Neither HTTP/1.0 nor a stream that has begun
+        allows an interim response; then it counts as having left.
+        """
+        pending = [each for each in (self._answering, *self._waiting) if each is not None]
+        if not pending or pending[0].version == "1.0":
+            return False
+        if (stream := pending[0].stream) is not None and stream.started:
+            return False
+        pending[-1].keeps_alive = False
+        self.transport.write(CONTINUE)
+        self._loop.call_later(FIRST_CHECK_S, self._check_left, FIRST_CHECK_S)
+        return True
 
     # Called by the parser
 
@@ -295,6 +313,15 @@ class ClientConnection(asyncio.Protocol):
             self._paused = True
             self.transport.pause_reading()  # until their turn has come
 
+    def _check_left(self, after_s: float) -> None:
+        if self._lost or self.transport.is_closing():
+            return
+        if was_reset(self.transport):
+            self.transport.abort()
+            return
+        next_s = min(2 * after_s, LAST_CHECK_S)
+        self._loop.call_later(next_s, self._check_left, next_s)
+
     def _take_unframed(self, data: bytes) -> bytes:
         body, rest = data[: self._unframed], data[self._unframed :]
         self._unframed -= len(body)
@@ -309,13 +336,14 @@ class ClientConnection(asyncio.Protocol):
         waiting = self._waiting
         try:
             while waiting:
-                request = waiting.popleft()
+                request = self._answering = waiting.popleft()
                 response = await self._service.answer(request)
                 if response is not None:
                     self.send(whole(response, request))
                 elif request.stream is None or not request.stream.ended:
                     self.transport.abort()  # the client must not take it for a complete response
                     return
+                self._answering = None
                 if self._may_write is not None:
                     await self.drained()  # before the next response
                 if not request.keeps_alive or self._owner.closing:
@@ -327,7 +355,7 @@ class ClientConnection(asyncio.Protocol):
             self.transport.abort()
             return
         finally:
-            self.task = None
+            self.task = self._answering = None
             if not self._lost:
                 self._owner.idle_since_now(self)
             self._hear()
@@ -369,16 +397,3 @@ def _path(url: bytes) -> str:
     raw = url.partition(b"?")[0] if url[:1] == b"/" else httptools.parse_url(url).path or b"/"
     path = raw.decode("latin-1")
     return unquote(path) if "%" in path else path
-
-
-def _in_flight_bytes(transport: asyncio.Transport) -> int:
-    """Bytes in the kernel's socket buffer that the client has not acknowledged; 0 if unknown.
-
-    The kernel accepts more only when much of its buffer, often megabytes, is free. Without this
-    count, a slow reader would seem to receive nothing for minutes.
-    """
-    try:
-        told = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
-    except OSError:
-        return 0
-    return int(struct.unpack("i", told)[0])

@@ -22,6 +22,8 @@ from tests.router.http_site import (
     sweep_until,
 )
 
+LOOPS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+
 
 @pytest.mark.parametrize(
     ("line", "kept"),
@@ -66,15 +68,86 @@ async def test_who_sends_many_requests_ahead_is_read_from_when_their_turn_comes(
         assert (await answer(reader))[0] == 200
 
 
+@LOOPS
 @pytest.mark.parametrize("ahead", [b"", GET, GET + b"no HTTP at all\r\n"])
-async def test_a_client_that_leaves_cancels_its_handler(ahead):
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_a_client_that_leaves_cancels_its_handler(run, ahead, version):
+    async def left():
+        async with Site() as site:
+            _, writer = await site.connect()
+            writer.write(GET.replace(b"/echo", b"/wait").replace(b"1.1", version) + ahead)
+            async with asyncio.timeout(10):
+                await site.began.wait()
+                writer.close()
+                await site.cancelled.wait()
+
+    run(left())
+
+
+@LOOPS
+@pytest.mark.parametrize(
+    ("last", "body"),
+    [
+        (b"", b'{"path":"/echo","body":"a","x":null}'),
+        (post(b"", "/stream"), b"onetwo"),
+        (GET, b'{"path":"/echo","body":"","x":null}'),
+    ],
+)
+def test_a_client_that_sends_no_more_gets_its_responses(run, last, body):
+    async def served():
+        async with Site() as site:
+            answered, may_answer = site.answer, asyncio.Event()
+
+            async def later(request):
+                await may_answer.wait()
+                return await answered(request)
+
+            site.answer = later
+            reader, writer = await site.connect()
+            writer.write(post(b"a") + last)
+            writer.write_eof()
+            assert (await answer(reader))[0] == 100  # the server asks whether the client has left
+            may_answer.set()
+            answers = [await answer(reader) for _ in range(2 if last else 1)]
+            assert [status for status, _, _ in answers] == [200] * len(answers)
+            assert answers[-1][2] == body
+            assert [headers.get("Connection") for _, headers, _ in answers][-1] == "close"
+            assert await closed(reader)
+
+    run(served())
+
+
+async def test_a_client_of_the_old_version_that_sends_no_more_counts_as_having_left():
     async with Site() as site:
-        _, writer = await site.connect()
-        writer.write(GET.replace(b"/echo", b"/wait") + ahead)
+        reader, writer = await site.connect()
+        writer.write(GET.replace(b"/echo", b"/wait").replace(b"1.1", b"1.0"))
         async with asyncio.timeout(10):
             await site.began.wait()
-            writer.close()
+            writer.write_eof()
             await site.cancelled.wait()
+        assert await closed(reader)
+
+
+async def test_a_stream_that_has_begun_ends_when_its_client_sends_no_more():
+    """Nothing can be sent between its pieces to find out whether the client has left."""
+    async with Site() as site:
+        _, writer = await site.connect()
+        began, cancelled = asyncio.Event(), asyncio.Event()
+
+        async def half(request):
+            await request.begin({}).write(b"half")
+            began.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        site.answer = half
+        writer.write(GET)
+        async with asyncio.timeout(10):
+            await began.wait()
+            writer.write_eof()
+            await cancelled.wait()
 
 
 async def test_a_client_that_reads_slowly_holds_its_stream_back(held_back):
@@ -136,9 +209,6 @@ async def test_heads_must_come_in_time_and_bodies_as_long_as_they_move(monkeypat
             writer.close()
             connection.transport.abort()
             assert await closed(reader)
-
-
-LOOPS = pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 
 
 @LOOPS
