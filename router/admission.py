@@ -240,9 +240,7 @@ class Admission:
         except NoRoom:
             return False
         if placement is None:
-            if self._is_ready(
-                ticket.model
-            ):  # the workers that it was hashed for have been replaced
+            if self._is_ready(ticket.model):  # those that it was hashed for have been replaced
                 ticket._prompt = None
                 ticket._told(None)
             return False

@@ -73,13 +73,10 @@ class Dispatcher:
         began = time.perf_counter()
         fleet, policy = self.fleet, self.policy
         group = fleet.group(model)
-        if (
-            group is None
-            or group.reference is None
-            or group.reference.namespace
-            != prompt.namespace  # the workers that it was hashed for have been replaced
-        ):
+        if group is None or group.reference is None:
             return None
+        if group.reference.namespace != prompt.namespace:
+            return None  # the workers that it was hashed for have been replaced
         chain, tokens = prompt.chain, prompt.tokens
         everybody = fleet.candidates_of(group, chain, tokens, excluded)
         if everybody is None:

@@ -28,6 +28,9 @@ RETRY_AFTER_S = 1
 ARGUMENT = "{"
 """Where the argument of a path begins, as in "/v1/models/{model}"; it is the rest of the path."""
 
+PROXY_HEADERS = frozenset({"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip"})
+"""Headers of which a proxy adds at least one, unless it is set up not to."""
+
 _JSON = {"Content-Type": "application/json"}
 _RETRY = {"Retry-After": str(RETRY_AFTER_S)}
 _MORE_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: _RETRY, 503: _RETRY}
@@ -237,7 +240,7 @@ def _admit_admin(request: Request, key: str) -> None:
             raise _unauthorised("admin")
         return
     headers = request.headers
-    proxied = "x-forwarded-for" in headers or "forwarded" in headers
+    proxied = not PROXY_HEADERS.isdisjoint(headers)
     if proxied or _is_foreign(headers) or not _is_local(request.remote):
         raise RequestError(
             "without an admin key, /admin is open to clients on the gateway's machine only: set "

@@ -24,11 +24,7 @@ from router.background import SWITCH_INTERVAL_S, Background
 from router.combined import Combined
 from router.counts import ConnectionCounts, RequestCounts
 from router.dispatch import Dispatcher
-from router.edge import (
-    Edge,
-    Route,
-    json_response,
-)
+from router.edge import Edge, Route, json_response
 from router.fleet import Fleet
 from router.forwarding import Forwarder
 from router.http_messages import Request, Response

@@ -58,19 +58,9 @@ class Request:
     """
 
     __slots__ = (
-        *(
-            "allowed",
-            "argument",
-            "body",
-            "endpoint",
-            "handler",
-            "headers",
-            "keeps_alive",
-            "method",
-            "path",
-            "response_headers",
-        ),
-        *("refusal", "stream", "version", "_connection"),
+        *("method", "path", "version", "keeps_alive", "headers", "body"),
+        *("endpoint", "argument", "allowed", "handler", "refusal"),
+        *("stream", "response_headers", "_connection"),
     )
 
     def __init__(

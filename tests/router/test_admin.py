@@ -146,6 +146,8 @@ async def test_the_admin_key_is_asked_for(path, header, status):
         ({}, 200),
         ({"X-Forwarded-For": "10.1.2.3"}, 403),
         ({"Forwarded": "for=10.1.2.3"}, 403),
+        ({"Via": "1.1 proxy"}, 403),
+        ({"X-Real-IP": "10.1.2.3"}, 403),
         ({"Origin": "http://elsewhere.example"}, 403),
         ({"Origin": "http://["}, 403),
         ({"Host": "rebound.example", "Origin": "http://rebound.example"}, 403),
