@@ -294,7 +294,8 @@ _ADMISSION = f"""`HEAD` is answered like `GET`, without a body.
 - **API key**: if `gateway.api_key` is set, `/v1` asks for `Authorization: Bearer KEY`.
 - **Admin key**: if `gateway.admin_key` is set, `/admin` asks for it in the same way. If not,
   `/admin` answers only clients on the gateway's machine, and refuses requests that came through a
-  proxy or from a web page of another origin.
+  proxy (`Forwarded`, `Via`, `X-Forwarded-For`, `X-Forwarded-Host` or `X-Real-IP`) or from a web
+  page of another origin. A proxy that sends none of these headers cannot be recognised: set a key.
 - A body may have {GatewaySettings().max_body_bytes:,} bytes (`gateway.max_body_bytes`). It must not
   be compressed.
 - `{HEADER_EXPLAIN}: 1` on a request makes the gateway keep its routing decision
@@ -328,7 +329,7 @@ The body is `{{"error": {{"message": …, "type": …, "param": …, "code": …
 to do; `param` names the field at fault or is `null`. A field of the wrong type or out of its bounds
 is answered 400 `invalid_request_error` with `code` `null`. Answers with 429 and 503 have
 `Retry-After: {RETRY_AFTER_S}`. An error of a worker is passed on with the worker's own code: at
-once for a 4xx other than 429, otherwise after `gateway.attempts` workers were tried.
+once for 400, 413 and 422, otherwise after `gateway.attempts` workers were tried.
 """
 
 

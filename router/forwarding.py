@@ -17,7 +17,6 @@ from cluster.protocol import (
     HEADER_WORKER,
     SERVICE_UNAVAILABLE,
     ErrorAnswer,
-    ErrorBody,
     GenerateRequest,
     RequestError,
 )
@@ -206,16 +205,18 @@ async def _refused(upstream: WorkerAnswer, worker: str) -> Answered | Failed:
     try:
         told = msgspec.json.decode(body, type=ErrorAnswer).error
     except msgspec.MsgspecError:
-        told = ErrorBody(
-            message=f"the worker {worker} answered with status {upstream.status}: retry",
+        error = RequestError(
+            f"the worker {worker} answered with status {upstream.status}: retry",
+            status=status,
             type="server_error",
             code="worker_failed",
         )
-    kind = told.type if status == upstream.status else "server_error"
-    return Failed(
-        _REASONS.get(status, "failed"),
-        RequestError(told.message, status=status, type=kind, param=told.param, code=told.code),
-    )
+    else:
+        kind = told.type if status == upstream.status else "server_error"
+        error = RequestError(
+            told.message, status=status, type=kind, param=told.param, code=told.code
+        )
+    return Failed(_REASONS.get(status, "failed"), error)
 
 
 def _lost(worker: str, error: WorkerLost) -> Failed:
