@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import msgspec
 import pytest
@@ -64,6 +65,40 @@ async def test_one_that_is_cancelled_as_it_is_placed_leaves_no_booking():
         assert len(rig.workers[0].requests) == 1, "it was never sent"
         arms = rig.gateway.dispatcher.shadows.arms
         assert [arm._at for arm in arms] == [{}, {}]
+
+
+async def test_one_that_is_placed_in_the_turn_in_which_it_is_cancelled_leaves_no_booking():
+    async with Rig(queue=5) as rig:
+        await rig.complete(PROMPT)
+        rig.fleet.on_report(report("w0", load=FULL))
+        task = served(rig)
+        await waits(rig)
+        task.cancel()
+        rig.fleet.on_report(report("w0", load=free(100)))
+        rig.gateway.admission._look()
+        assert rig.fleet.in_flight == 1
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert rig.fleet.in_flight == 0
+
+
+async def test_shadows_and_metrics_are_told_when_a_response_begins():
+    async with Rig(shadow="round_robin") as rig:
+        (worker,) = rig.workers
+        worker.answer = worker.begin()
+        before = time.perf_counter()
+        response = await rig.http.post(
+            "/v1/completions", json={"model": "tiny", "prompt": PROMPT, "stream": True}
+        )
+        await response.content.readany()
+        first_byte_s = rig.gateway.metrics.answers.first_byte.sum_s
+        assert 0 < first_byte_s < time.perf_counter() - before
+        ghosts = [
+            ghost for arm in rig.gateway.dispatcher.shadows.arms for ghost in arm._at.values()
+        ]
+        assert [(ghost.computing, ghost.pending_tokens) for ghost in ghosts] == [(0, 0), (0, 0)]
+        response.close()
+        await asyncio.wait_for(worker.cancelled.wait(), 10)
 
 
 async def test_one_that_is_cancelled_at_its_worker_leaves_nothing():
