@@ -8,7 +8,6 @@ import msgspec
 
 from router.boundaries import AddedToken
 
-
 MOST_COMPOSED_BYTES = 4
 """Bytes of UTF-8 that become one in NFC, at most: 3.5, as U+1FBE U+0308 U+0301 becomes U+0390."""
 

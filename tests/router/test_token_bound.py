@@ -6,7 +6,6 @@ import unicodedata
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from router.token_bound import BYTE_SYMBOLS, MOST_COMPOSED_BYTES, token_bound
