@@ -7,9 +7,14 @@ template begins a message. It encodes the parts between them independently.
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Iterable
 
 import msgspec
+
+PIECE_CHARACTERS = 20_000
+"""Texts are searched in pieces of this length, because a search holds the GIL: some 10 ms per piece
+for the worst text, with hundreds of tokens."""
 
 
 class AddedToken(msgspec.Struct):
@@ -37,9 +42,22 @@ class Boundaries:
     def __init__(self, tokenizer_json: str, hint: str) -> None:
         added = msgspec.json.decode(tokenizer_json, type=_TokenizerFile).added_tokens or []
         tokens = boundary_tokens(added)
-        used = [token for token in tokens if token in hint] or tokens
-        used.sort(key=len, reverse=True)
-        self.pattern = re.compile("|".join(map(re.escape, used))) if used else None
+        self.tokens = [token for token in tokens if token in hint] or tokens
+        self._pattern = re.compile("|".join(map(re.escape, self.tokens)))
+        self._longest = max(map(len, self.tokens), default=0)
+
+    def next_in(self, text: str, start: int) -> int | None:
+        """The first index, not before `start`, where `text` may be cut; None if there is none."""
+        if not self.tokens:
+            return None
+        for begin in range(start, len(text), PIECE_CHARACTERS):
+            match = self._pattern.search(text, begin, begin + PIECE_CHARACTERS + self._longest)
+            if match is not None:
+                return match.start()
+        return None
+
+
+PUNCTUATION = frozenset(string.punctuation) - {"_"}
 
 
 def boundary_tokens(added: Iterable[AddedToken]) -> list[str]:
@@ -47,14 +65,14 @@ def boundary_tokens(added: Iterable[AddedToken]) -> list[str]:
 
     Such a token matches its characters anywhere in the raw text and nothing beside them: it is
     not normalised, has no `lstrip`, `rstrip` or `single_word`, and no other added token contains
-    it or can overlap its beginning.
+    it or can overlap its beginning. It begins with ASCII punctuation: a token before it with
+    `rstrip` would absorb white space, and one with `single_word` does not match before a letter.
     """
     added = list(added)
     return [
         token.content
         for token in added
-        if token.content
-        and not token.content[0].isspace()
+        if token.content[:1] in PUNCTUATION
         and not (token.normalized or token.lstrip or token.rstrip or token.single_word)
         and not any(_hides(other.content, token.content) for other in added)
     ]

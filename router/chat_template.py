@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -15,10 +15,15 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.parser
 import jinja2.sandbox
+import msgspec
 from jinja2 import nodes
 from jinja2.runtime import LoopContext
 
 Message = dict[str, Any]
+
+MAX_DEPTH = 64
+"""Deepest nesting of a value that a template writes as JSON. Indented, each line of a value takes
+as many characters as its depth times the indent: a body of 64 kB could become a text of 110 MB."""
 
 
 class ChatTemplate:
@@ -102,6 +107,10 @@ def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
 
 
+def _containers(values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if isinstance(value, (dict, list))]
+
+
 def _to_json(
     value: Any,
     ensure_ascii: bool = False,
@@ -109,7 +118,23 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter `tojson` with the parameters that it has in `transformers`, in their order."""
+    """The filter `tojson` with the parameters that it has in `transformers`, in their order.
+
+    Raises TemplateError for a value that is nested more than `MAX_DEPTH` deep.
+    """
+    depth, level = 0, _containers([value])
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise jinja2.TemplateError(f"a value is nested more than {MAX_DEPTH} deep")
+        level = [
+            inner
+            for outer in level
+            for inner in _containers(outer.values() if isinstance(outer, dict) else outer)
+        ]
+    if indent and separators is None:
+        compact = json.dumps(value, ensure_ascii=ensure_ascii, sort_keys=sort_keys)
+        return msgspec.json.format(compact, indent=indent)  # as json.dumps indents, but quicker
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

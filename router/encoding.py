@@ -133,7 +133,16 @@ class TextEncoder:
         return ""
 
 
-DIGITS_AND_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
+SPACE = r"\t-\r \x{85}\x{A0}\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}\x{202F}\x{205F}\x{3000}"
+"""White space of Unicode. To the expressions of fastokens, `\\s` also has U+180E."""
+
+DIGIT = r"\p{N}\x{11DE0}-\x{11DE9}\x{16FF4}-\x{16FF6}"
+"""Digits to the step `Digits`, which knows Unicode 17; `\\p{N}` alone is older."""
+
+DIGITS_AND_WORDS = (
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+"
+    rf"|[{DIGIT}]| ?[^{SPACE}{DIGIT}\p{{L}}]+|[{SPACE}]+(?![^{SPACE}{DIGIT}])|[{SPACE}]+"
+)
 """Equivalent to a split at every digit, then GPT-2's expression between: white space before a digit
 ends its part, so it stays together."""
 

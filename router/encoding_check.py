@@ -27,6 +27,7 @@ TEXTS = (
     "你好，世界。日本語のテキスト、ひらがなとカタカナ。한국어 텍스트 \u1112\u1161\u11ab 𠮷野家 龘",
     "👍🏽 😀😃 👩‍👩‍👧‍👦 🏳️‍🌈 🇩🇪🇫🇷 ❤️ ☃ ✂️ a😀b 🙂.🙂!",
     "∑∫√∞ ≠≤≥ ←→ €£¥₿ ©®™ …—–-‐ “quoted” ‘single’ «guillemets» ¿qué? ¡sí!",
+    "A\u180eA \u180e!\u180e 1\u180e\u180e A\U00011de1A \U00011de1!\U00011de1  \U00016ff4a",
     "\ue000\uf8ff\U000f0000 \ufffd\ufffe\uffff \U0010ffff \u0378",
     "!!! ??? ... --- === *** ### $$$ %%% ((())) [[]] {{}} <<>> ~~~ ``` |||",
     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
@@ -36,7 +37,8 @@ TEXTS = (
     "SELECT * FROM t WHERE a='b' AND c IS NOT NULL; -- comment\n/* x */ x++; y--; z**=2; a<<=1;",
 )
 """Words, code, digits, white space of all kinds, emoji, many scripts, combining marks, private and
-unassigned characters, and texts that resemble added tokens."""
+unassigned characters, what regular expressions take for white space or for digits only in some
+libraries, and texts that resemble added tokens."""
 
 
 def check_texts(added_tokens: Iterable[str]) -> list[str]:

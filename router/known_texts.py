@@ -85,14 +85,11 @@ class KnownTexts:
         `encode` gives the packed tokens of a run. Texts with the same `root` have the same
         `encode`, `boundaries` and `block_size`.
         """
-        pattern, start = boundaries.pattern, 0
+        start = 0
         last = Run(b"", [], root, b"", root + bos)
         packed, hashes = [], []
-        while pattern is not None:
-            match = pattern.search(text, start + RUN_CHARACTERS)
-            if match is None:
-                break
-            run = text[start : match.start()]
+        while (end := boundaries.next_in(text, start + RUN_CHARACTERS)) is not None:
+            run = text[start:end]
             key = (last.name, run)
             known = self._young.get(key)
             if known is None:
@@ -103,7 +100,7 @@ class KnownTexts:
                 self._keep(key, known)
             packed.append(known.packed)
             hashes += known.hashes
-            last, start = known, match.start()
+            last, start = known, end
         tokens = encode(text[start:]) if start else bos + encode(text)
         rest = last.followed_by(tokens, block_size)
         return b"".join([*packed, rest.packed]), hashes + rest.hashes

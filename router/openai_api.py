@@ -155,7 +155,9 @@ def parse_chat(body: bytes, max_messages: int = DEFAULT_MAX_MESSAGES) -> ApiRequ
     return _common(parsed, "chat", parsed.max_tokens if limit is None else limit)._replace(
         body_bytes=len(body),
         ignored_fields=ignored,
-        messages=[_plain(place, message) for place, message in enumerate(parsed.messages)],
+        messages=[
+            _plain(place, message, max_messages) for place, message in enumerate(parsed.messages)
+        ],
         tools=(parsed.tools or None) if parsed.tool_choice != "none" else None,
         template_fields=parsed.chat_template_kwargs or {},
     )
@@ -327,7 +329,7 @@ def _at_least(field: str, value: int, least: int) -> None:
         raise RequestError(f"`{field}` is {value}: it must be at least {least}", param=field)
 
 
-def _plain(place: int, message: Message) -> dict[str, Any]:
+def _plain(place: int, message: Message, max_messages: int) -> dict[str, Any]:
     """A message for a chat template: text parts are joined by line breaks."""
     content = message.content
     if isinstance(content, list):
@@ -353,23 +355,25 @@ def _plain(place: int, message: Message) -> dict[str, Any]:
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_calls is not None:
-        plain["tool_calls"] = [_parsed_call(call) for call in message.tool_calls]
+        plain["tool_calls"] = [_parsed_call(call, max_messages) for call in message.tool_calls]
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     return plain
 
 
-def _parsed_call(call: dict[str, Any]) -> dict[str, Any]:
+def _parsed_call(call: dict[str, Any], max_messages: int) -> dict[str, Any]:
     """A tool call whose arguments are an object, as chat templates expect.
 
     The API sends them as a JSON string. A string that is not valid JSON, which a model may have
-    produced, stays a string.
+    produced, stays a string, and so does one with more values than a body may hold.
     """
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
+    text = function["arguments"].encode() or b"{}"
     try:
-        arguments = msgspec.json.decode(function["arguments"] or "{}")
-    except (msgspec.DecodeError, RecursionError):
+        check_json_size(text, max_messages)
+        arguments = msgspec.json.decode(text)
+    except (RequestError, msgspec.DecodeError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}

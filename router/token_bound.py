@@ -8,6 +8,9 @@ import msgspec
 
 from router.boundaries import AddedToken
 
+MOST_COMPOSED_BYTES = 4
+"""Bytes of UTF-8 that become one in NFC, at most: 3.5, as U+1FBE U+0308 U+0301 becomes U+0390."""
+
 
 class TokenBound(NamedTuple):
     """A lower bound of the tokens of texts.
@@ -48,6 +51,8 @@ class _Step(msgspec.Struct):
 class _Model(msgspec.Struct):
     type: str = ""
     byte_fallback: bool | None = None
+    continuing_subword_prefix: str | None = None
+    end_of_word_suffix: str | None = None
 
 
 class _TokenizerFile(msgspec.Struct):
@@ -64,7 +69,8 @@ def token_bound(tokenizer_json: str, vocabulary: dict[str, int]) -> TokenBound |
     vocabulary       vocabulary of its model
 
     Every byte must end in some token. There is no bound if a tokenizer merges unknown characters,
-    removes characters, or lets an added token absorb the white space around it.
+    removes characters, lets an added token absorb the white space around it or matches one in
+    normalised text, or has symbols that depend on their place in a word.
     """
     tree = msgspec.json.decode(tokenizer_json, type=_TokenizerFile)
     added = tree.added_tokens or []
@@ -74,7 +80,10 @@ def token_bound(tokenizer_json: str, vocabulary: dict[str, int]) -> TokenBound |
     if (
         tree.model.type != "BPE"
         or shrinking is None
+        or tree.model.continuing_subword_prefix
+        or tree.model.end_of_word_suffix
         or any(token.lstrip or token.rstrip for token in added)
+        or (tree.normalizer is not None and any(token.normalized for token in added))
         or not all(map(_keeps_all, steps))
         or not (byte_level or tree.model.byte_fallback)
     ):
@@ -94,7 +103,7 @@ def _most_shrinking(normalizers: list[_Step]) -> int | None:
     most = 1
     for step in normalizers:
         if step.type == "NFC":
-            most *= 3  # Unicode Standard Annex 15: decomposition at most triples UTF-8
+            most *= MOST_COMPOSED_BYTES
         elif step.type == "Replace":
             pattern = step.pattern.get("String")
             if not pattern or len(pattern.encode()) > len(step.content.encode()):

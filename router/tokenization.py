@@ -27,6 +27,10 @@ AT_ONCE_BYTES = 65_536
 """Larger bodies are rendered, encoded and hashed in a thread. This size blocks the event loop for
 some 3 ms, or 20 ms if every character is a token; a thread costs 0.1 ms."""
 
+TOOLS_GROWTH = 8
+"""A body with tools counts as so many times larger, because a template may indent them: rendered,
+8 kB are at most 1 MB."""
+
 KEPT_ENCODERS = 8
 KEPT_ROOTS = 10_000
 
@@ -190,7 +194,8 @@ class Tokenization:
                 raise RequestError("the prompt has no tokens: send some text", param="prompt")
             return Prompt(packed, chain, namespace)
 
-        return await self._background.run(request.body_bytes, AT_ONCE_BYTES, work)
+        size = request.body_bytes * (TOOLS_GROWTH if request.tools else 1)
+        return await self._background.run(size, AT_ONCE_BYTES, work)
 
     def _compute(
         self, request: ApiRequest, encoder: Encoder, root: bytes, block_size: int, most: int

@@ -1,6 +1,7 @@
 """The quick encoder gives the tokens of the tokenizer library, or that library serves."""
 
 import json
+import unicodedata
 from functools import cache
 
 import pytest
@@ -13,6 +14,7 @@ from cluster.protocol import RequestError
 from router import encoding
 from router.encoding import TextEncoder, TooManyTokens
 from router.encoding_check import TEXTS
+from router.token_bound import BYTE_SYMBOLS
 from tests.real_tokenizer import smollm2
 from worker.weights import MissingModel
 
@@ -96,7 +98,22 @@ def encoders(kind: str) -> tuple[Tokenizer, TextEncoder]:
 pieces = st.one_of(
     st.sampled_from([*ADDED, "<|im", "_start|>", "<|endoftext|>", *TEXTS]),
     st.sampled_from(
-        [" ", "  ", "\n", "\n\n", "\r\n", "\t", "\u3000", "'s", "'LL", "1", "123", "é"]
+        [
+            " ",
+            "  ",
+            "\n",
+            "\n\n",
+            "\r\n",
+            "\t",
+            "\u3000",
+            "'s",
+            "'LL",
+            "1",
+            "123",
+            "é",
+            "\u180e",
+            "\U00011de1",
+        ]
     ),
     st.text(max_size=12),
     st.text(st.sampled_from("ab C1,.\n\t'_é\u0301あ😀\u200d"), max_size=30),
@@ -122,6 +139,23 @@ def test_fastokens_serves_the_usual_kinds(kind):
     _, encoder = encoders(kind)
     info = encoder.info("digest", "model")
     assert (info.library, info.reason) == ("fastokens", "")
+
+
+@pytest.mark.parametrize("kind", ["GPT-2", "StarCoder"])
+def test_digits_and_white_space_are_those_of_the_library(kind):
+    """Of a tokenizer that merges a few characters with any byte, so that each split shows."""
+    beside = ["A", "!", "Ġ", "1"]
+    pairs = [pair for c in beside for b in BYTE_SYMBOLS for pair in ((c, b), (b, c))]
+    names = dict.fromkeys([*BYTE_SYMBOLS, *map("".join, pairs)])
+    vocabulary = {name: number for number, name in enumerate(names)}
+    library = Tokenizer(models.BPE(vocabulary, list(dict.fromkeys(pairs))))
+    library.pre_tokenizer = KINDS[kind]().pre_tokenizer
+    encoder = TextEncoder(library.to_str())
+    assert encoder.reason == ""
+    for code in [*range(0x3100), *range(0xA000, 0xB000), *range(0x10000, 0x20000)]:
+        if unicodedata.category(chr(code))[0] in "NZC":
+            text = "A?A ?A!?!  ? ?1?1  ??!?1 ?! ?A".replace("?", chr(code))
+            assert unpack_tokens(encoder.encode(text)) == library.encode(text).ids, hex(code)
 
 
 def test_a_tokenizer_that_fastokens_refuses_is_served_by_the_library():

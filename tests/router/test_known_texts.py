@@ -167,6 +167,30 @@ def test_a_conversation_has_the_tokens_of_its_whole_text_at_every_turn(
             prompts.check(opening + rendered(messages))
 
 
+def test_a_token_that_is_a_single_word_matches_beside_every_cut():
+    tokenizer = Tokenizer(models.WordLevel({"x": 0}, unk_token="x"))
+    tokenizer.add_tokens([token("mask", single_word=True), token("end>"), token("<end")])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(known_texts, "RUN_CHARACTERS", 1)
+        prompts = Prompts(tokenizer, hint="")
+        prompts.check("mask<endmaskend>mask<end mask")
+        assert len(prompts.encoded) == 3
+
+
+@pytest.mark.parametrize("piece", [1, 2, 12, 13])
+def test_boundaries_are_found_across_the_pieces_of_a_search(piece):
+    text = "<|im_start|>a<<|im_end|>|><|im_start|><|im_end|><|im_end"
+    boundaries = Boundaries(tokenizer_of("byte level").to_str(), "")
+    expected = [m.start() for m in re.finditer(r"<\|im_(start|end)\|>", text)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("router.boundaries.PIECE_CHARACTERS", piece)
+        found, place = [], boundaries.next_in(text, 0)
+        while place is not None:
+            found.append(place)
+            place = boundaries.next_in(text, place + 1)
+    assert found == expected
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.one_of(st.sampled_from([*TEXTS, *SPECIAL]), st.text()), max_size=8).map("".join))
 def test_any_text_may_be_cut(text):
@@ -216,20 +240,10 @@ def test_runs_whose_predecessor_is_forgotten_are_computed_anew():
     assert "".join(prompts.encoded) == text
 
 
-def tokens_of(boundaries):
-    """The tokens before which it cuts."""
-    pattern = boundaries.pattern
-    return set() if pattern is None else {re.sub(r"\\(.)", r"\1", t) for t in split(pattern)}
-
-
-def split(pattern):
-    return re.split(r"(?<!\\)\|", pattern.pattern)
-
-
 def with_tokens(*tokens):
     tokenizer = Tokenizer(models.WordLevel({"x": 0}, unk_token="x"))
     tokenizer.add_tokens(list(tokens))
-    return tokens_of(Boundaries(tokenizer.to_str(), ""))
+    return set(Boundaries(tokenizer.to_str(), "").tokens)
 
 
 def token(content, **flags):
@@ -240,9 +254,10 @@ def test_only_tokens_that_match_wherever_they_stand_are_boundaries():
     assert with_tokens(token("<a>"), token("<b>", special=True)) == {"<a>", "<b>"}
     for flag in ("lstrip", "rstrip", "single_word", "normalized"):
         assert with_tokens(token("<a>", **{flag: True})) == set()
-    assert with_tokens(token(" <a>")) == set()
-    assert with_tokens(token("<a>"), token("x<a>y")) == {"x<a>y"}  # hides <a>
-    assert with_tokens(token("<|a"), token("z<")) == {"z<"}  # "z<|a" is z< and |a
+    for content in (" <a>", "a>", "_a>", "é>"):
+        assert with_tokens(token(content)) == set()
+    assert with_tokens(token("<a>"), token("[<a>]")) == {"[<a>]"}  # hides <a>
+    assert with_tokens(token("<|a"), token("]<")) == {"]<"}  # "]<|a" is ]< and |a
     assert with_tokens(token("aa")) == set()  # "aaa": where?
     assert json.loads(tokenizer_of("byte level").to_str())["added_tokens"]
-    assert tokens_of(Boundaries(tokenizer_of("byte level").to_str(), "")) == set(SPECIAL)
+    assert set(Boundaries(tokenizer_of("byte level").to_str(), "").tokens) == set(SPECIAL)

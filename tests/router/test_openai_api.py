@@ -8,6 +8,7 @@ from cluster.protocol import RequestError, Sampling
 from router.openai_api import ChatBody, CompletionBody, parse_chat, parse_completion
 from router.unserved import NO_EFFECT, UNSERVED
 
+MANY_ARRAYS = f"[{'[],' * 60_000}1]"
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -137,6 +138,7 @@ def test_tools_are_shown_to_the_template_unless_none_are_wanted():
         ("", {}),
         ("{broken", "{broken"),
         ("[" * 100_000, "[" * 100_000),
+        (MANY_ARRAYS, MANY_ARRAYS),
         ({"a": 1}, {"a": 1}),
     ],
 )

@@ -1,5 +1,7 @@
 """Text becomes the tokens and hashes that workers use."""
 
+import json
+import threading
 from importlib.metadata import version
 
 import msgspec
@@ -9,8 +11,9 @@ import tokenizers
 from cluster.blocks import hash_blocks, unpack_tokens
 from cluster.protocol import RequestError
 from router.background import Background
+from router.chat_template import MAX_DEPTH
 from router.openai_api import ApiRequest
-from router.tokenization import AT_ONCE_BYTES, Encoder, Tokenization
+from router.tokenization import AT_ONCE_BYTES, TOOLS_GROWTH, Encoder, Tokenization
 from tests.real_tokenizer import smollm2
 from tests.router.support import BLOCK_SIZE, NAMESPACE, TOKENIZER, card, model_info
 from worker.weights import MissingModel
@@ -201,6 +204,35 @@ async def test_tojson_takes_what_transformers_gives_it(make):
     rendered = encoder.render(asked(messages=say("a"), tools=[{"z": "é", "a": 1}]))
     indented = '[\n {\n  "z": "é",\n  "a": 1\n }\n]'
     assert rendered == '[{"a":1,"z":"\\u00e9"}]' + indented * 2
+
+
+@pytest.mark.parametrize("indent", ["", "indent=4"])
+async def test_what_a_template_writes_as_json_is_nested_at_most_so_deep(indent):
+    encoder = Encoder(model_info(chat_template=f"{{{{ tools[0].a | tojson({indent}) }}}}"))
+
+    def nested(depth):
+        return asked(messages=say("a"), tools=[{"a": json.loads("[" * depth + "]" * depth)}])
+
+    assert encoder.render(nested(MAX_DEPTH)).count("[") == MAX_DEPTH
+    with pytest.raises(RequestError, match=f"nested more than {MAX_DEPTH} deep") as refusal:
+        encoder.render(nested(MAX_DEPTH + 1))
+    assert refusal.value.status == 400
+
+
+async def test_a_body_with_tools_is_rendered_in_a_thread_sooner(make):
+    template = "{{ tools }}{{ messages[0].content }}"
+    tokenization = make(model_info(chat_template=template))
+    threads = []
+
+    class Watching(list):
+        def __str__(self):
+            threads.append(threading.current_thread() is threading.main_thread())
+            return "tools"
+
+    for body_bytes in (AT_ONCE_BYTES // TOOLS_GROWTH, AT_ONCE_BYTES // TOOLS_GROWTH + 1):
+        request = asked(messages=say("a"), tools=Watching([{}]), body_bytes=body_bytes)
+        await prompt_of(tokenization, request)
+    assert threads == [True, False]
 
 
 async def test_tools_go_to_the_template_for_tools(make):
