@@ -26,7 +26,8 @@ class CacheAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsChange(msgspec.Struct, frozen=True):
-    """Body of `POST /admin/weights`: a path on the workers' machines; "" means all workers."""
+    """Body of `POST /admin/weights`: a path on the workers' machines; "" means all workers, and
+    those that start later."""
 
     model: str
     worker: str = ""
@@ -102,7 +103,7 @@ class WorkerAdmin:
         changed: list[ChangedWorker] = []
         async with self._changing:
             for member in members:
-                changed.append(await self._change(member, change.model, changed))
+                changed.append(await self._change(member, change, changed))
         return json_response(WeightsAnswer(changed))
 
     async def _view_of(self, member: Member) -> CacheView | str:
@@ -120,14 +121,15 @@ class WorkerAdmin:
             return str(error) or repr(error)
 
     async def _change(
-        self, member: Member, model: str, before: list[ChangedWorker]
+        self, member: Member, change: WeightsChange, before: list[ChangedWorker]
     ) -> ChangedWorker:
         worker = member.card.worker
         done = ", ".join(each.worker for each in before) or "none"
         try:
             timeout = aiohttp.ClientTimeout(total=WEIGHTS_TIMEOUT_S)
             url = f"{member.card.address}/admin/weights"
-            async with self._session.post(url, json={"model": model}, timeout=timeout) as answer:
+            order = {"model": change.model, "pool": not change.worker}
+            async with self._session.post(url, json=order, timeout=timeout) as answer:
                 body = await answer.read()
             if answer.status == 200:
                 return msgspec.json.decode(body, type=ChangedWorker)
