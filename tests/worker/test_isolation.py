@@ -196,6 +196,20 @@ def test_who_computes_nan_is_computed_afresh_and_its_blocks_leave_the_cache():
     assert rig.core.load().cached_blocks == 0, "it caches nothing more"
 
 
+def test_pins_of_blocks_that_leave_the_cache_end():
+    rig = Rig(pin_share=0.5)
+    for token in (1, 2):
+        rig.add(f"before {token}", [token] * 16, max_tokens=2)
+        rig.drain()
+        assert rig.core.pin(ROOT, pack_tokens([token] * 16)) == 16
+    rig.add("a", [1] * 16 + [2], max_tokens=2)
+    rig.runner.not_finite.add("a")
+    rig.step()
+    assert rig.core.stats().pinned_blocks == rig.core.load().cached_blocks == 4
+    rig.runner.not_finite.clear()
+    rig.drain()
+
+
 def test_who_computes_nan_again_fails_and_says_so():
     rig = rig_of(3)
     rig.runner.not_finite.add("r1")
