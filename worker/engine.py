@@ -308,10 +308,11 @@ class EngineCore:
         plan, and the tokens sampled for the others."""
         sequences = plan.sequences()
         found = isolate(self._runner, batch)
-        failed = dict(found.failed)
-        for index, error in found.starved.items():
-            if sequences[index].starve() >= STARVED_STEPS_TO_FAIL:
-                failed[index] = error
+        failed: dict[int, Exception] = found.failed | {
+            index: error
+            for index, error in found.starved.items()
+            if sequences[index].starve() >= STARVED_STEPS_TO_FAIL
+        }
         if not found.computed and not failed:  # or the same batch would be retried
             index = min(found.starved)
             failed[index] = found.starved[index]

@@ -116,7 +116,7 @@ class Sequence:
         return len(self.tokens) - self.prompt_tokens
 
     def starve(self) -> int:
-        """Count a step in which it did not fit in memory. Returns how many since its newest token."""
+        """Count a step in which it did not fit in memory; how many since its newest token."""
         tokens, steps = self.starved
         self.starved = len(self.tokens), steps + 1 if tokens == len(self.tokens) else 1
         return self.starved[1]
