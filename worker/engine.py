@@ -328,9 +328,7 @@ class EngineCore:
 
     def _computes(self) -> bool:
         """Whether the runner can compute a token at all; if so, the requests caused the failure."""
-        if not self._pool.vacant:
-            return True
-        block = self._pool.allocate()
+        block = self._pool.allocate()  # each failed or preempted sequence has left one vacant
         try:
             self._runner.execute([BatchItem("", [0], 0, [block], True, NO_TOKEN, 0)])
         except Exception:

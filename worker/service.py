@@ -27,10 +27,8 @@ log = logging.getLogger(__name__)
 PROBE_S = 1.0
 """Interval between checks for a silent engine; its end is an event."""
 
-RECORD_TRIES = 3
 RECORD_RETRY_S = 1.0
-"""Retries if Redis is unreachable at the start; after them the weights of the settings are
-loaded."""
+"""Interval between attempts to read or write the pool's record in Redis."""
 
 
 class WorkerService:
@@ -182,19 +180,23 @@ class WorkerService:
 
     async def _look_up(self) -> GivenWeights | None:
         """Read from Redis: weights that replace those in the settings, and the last epoch under
-        this name, which the next one must exceed even if the clock was set back."""
-        for _ in range(RECORD_TRIES):
+        this name, which the next one must exceed even if the clock was set back.
+
+        Waits for Redis, without which no gateway would find the worker.
+        """
+        while True:
             try:
                 self._epoch_floor = await self._record.last_epoch(self.name)
                 given = await self._record.weights(self.settings.worker.model)
             except (RedisError, OSError, TimeoutError) as error:
-                log.warning("cannot read the pool's weights from Redis: %s", trouble(error))
+                log.warning(
+                    "cannot read the pool's weights from Redis, retrying: %s", trouble(error)
+                )
                 await asyncio.sleep(RECORD_RETRY_S)
                 continue
             if given is not None:
                 log.info("loading %s, to which the pool was reloaded", given.model)
             return given
-        return None
 
     def _record_weights(self, model: str) -> None:
         """Record the pool's weights in Redis in the background, instead of earlier ones."""

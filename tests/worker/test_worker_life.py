@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer
 
 from cluster.blocks import pack_tokens
+from cluster.pool_record import PoolRecord
 from cluster.protocol import HEADER_HIT_TOKENS, CacheView, GenerateRequest, Sampling, pool_token
 from cluster.settings import Settings, WorkerSettings
 from tests.exposed_metrics import check_defined, definitions_of
@@ -258,6 +259,24 @@ async def test_a_replacement_loads_the_weights_that_the_pool_has_now(redis_url, 
         assert (await worker.change(models[0], pool=True))[0] == 200
     async with a_worker(redis_url, pool, models[0], kv_blocks=200) as worker:
         assert (await worker.text_of(STEM))[1] == answer_of(models[0], STEM)
+
+
+async def test_a_start_waits_for_redis_to_name_the_weights(redis_url, pool, models, monkeypatch):
+    """With the weights of its settings the worker might differ from all others."""
+    monkeypatch.setattr("worker.service.RECORD_RETRY_S", 0)
+    failures = [OSError("no route to Redis")] * 10
+    weights = PoolRecord.weights
+
+    async def weights_at_last(record, configured):
+        if failures:
+            raise failures.pop()
+        return await weights(record, configured)
+
+    async with a_worker(redis_url, pool, models[0], kv_blocks=200) as worker:
+        assert (await worker.change(models[1], pool=True))[0] == 200
+    monkeypatch.setattr(PoolRecord, "weights", weights_at_last)
+    async with a_worker(redis_url, pool, models[0], kv_blocks=200) as worker:
+        assert (await worker.text_of(STEM))[1] == answer_of(models[1], STEM)
 
 
 async def test_weights_of_one_worker_end_with_it(redis_url, pool, models):
