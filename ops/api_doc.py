@@ -93,7 +93,8 @@ ENDPOINTS = [
         "POST",
         "/admin/weights",
         "admin",
-        'load other weights: `{"model": "PATH"}`, with `"worker": "ID"` on one worker only',
+        'load other weights: `{"model": "PATH"}`, with `"worker": "ID"` on that worker only, until '
+        "it is replaced",
     ),
 ]
 

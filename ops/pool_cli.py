@@ -44,7 +44,8 @@ def reload(
     worker: Annotated[str, typer.Option(help="Reload only this worker (default: all).")] = "",
     admin_key: AdminKey = "",
 ) -> None:
-    """Load other weights of the same architecture, one worker after the other."""
+    """Load other weights of the same architecture, one worker after the other. Workers that start
+    later load them too, unless --worker is given."""
     body = {"model": model, "worker": worker}
     answer = ask_gateway(url, admin_key, "weights", body)
     for changed in answer["workers"]:

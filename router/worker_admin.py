@@ -26,7 +26,8 @@ class CacheAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsChange(msgspec.Struct, frozen=True):
-    """Body of `POST /admin/weights`: a path on the workers' machines; "" means all workers."""
+    """Body of `POST /admin/weights`: a path on the workers' machines; "" means all workers, and
+    those that start later."""
 
     model: str
     worker: str = ""
@@ -102,7 +103,7 @@ class WorkerAdmin:
         changed: list[ChangedWorker] = []
         async with self._changing:
             for member in members:
-                changed.append(await self._change(member, change.model, changed))
+                changed.append(await self._change(member, change, changed))
         return json_response(WeightsAnswer(changed))
 
     async def _view_of(self, member: Member) -> CacheView | str:
@@ -113,13 +114,12 @@ class WorkerAdmin:
             return str(failed)
 
     async def _change(
-        self, member: Member, model: str, before: list[ChangedWorker]
+        self, member: Member, change: WeightsChange, before: list[ChangedWorker]
     ) -> ChangedWorker:
         url = f"{member.card.address}/admin/weights"
         try:
-            return await self._calls.ask(
-                "POST", url, ChangedWorker, WEIGHTS_TIMEOUT_S, {"model": model}
-            )
+            order = {"model": change.model, "pool": not change.worker}
+            return await self._calls.ask("POST", url, ChangedWorker, WEIGHTS_TIMEOUT_S, order)
         except CallFailed as failed:
             status = failed.status if 400 <= failed.status < 500 else 502
             done = ", ".join(each.worker for each in before) or "none"

@@ -16,8 +16,8 @@ class BatchItem:
 
     token_ids     tokens to compute in this step; their KV is written
     start         position of token_ids[0]; the KV of positions [0, start) is in the pool
-                  block_table   covers positions [0, start + len(token_ids)), may be longer;
-                                position p lies in block_table[p // block_size]. The live list
+    block_table   covers positions [0, start + len(token_ids)), may be longer; position p is in
+                  block_table[p // block_size]. The live list
     sample        sample one token after the last of token_ids
     output_index  index of that token among the sequence's outputs. Draw it from
                   f(sampling.seed, output_index): a preempted and resumed request then draws

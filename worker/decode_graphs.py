@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from worker.attention.base import AttentionBackend, AttentionMetadata
+from worker.attention.base import AttentionBackend, AttentionMetadata, KvPool
 from worker.models.llama import LlamaModel
 from worker.step_layout import HostStep
 
@@ -93,7 +93,7 @@ class DecodeGraphs:
     def __init__(
         self,
         model: LlamaModel,
-        pools: list[tuple[torch.Tensor, torch.Tensor]],
+        pools: list[KvPool],
         backend: AttentionBackend[object],
         block_size: int,
         max_batch_size: int,

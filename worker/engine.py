@@ -34,6 +34,10 @@ NOT_FINITE_REASON = (
     "weights, and whether worker.dtype has the range that they need"
 )
 
+STARVED_STEPS_TO_FAIL = 5
+"""A request fails after this many steps without a token in which it did not fit in memory, because
+each of them is computed in parts."""
+
 NO_TOKEN = Sampling(max_tokens=1, temperature=0.0)
 
 
@@ -181,7 +185,8 @@ class EngineCore:
         """Compute one batch. `now` is the caller's clock in seconds, for eviction policies.
 
         If the runner fails, the batch is computed again in halves: a request that fails alone ends
-        with an "error" output, one that runs out of memory is preempted, and the others continue.
+        with an "error" output, one that runs out of memory is preempted (and fails if that keeps
+        happening), and the others continue.
         A request whose logits are not finite is computed once more without cached blocks, and ends
         with an "error" output if that fails too. Raises InvariantError if there is work but none
         can be scheduled.
@@ -303,26 +308,27 @@ class EngineCore:
         plan, and the tokens sampled for the others."""
         sequences = plan.sequences()
         found = isolate(self._runner, batch)
-        failed = dict(found.failed)
-        starved = [sequences[index] for index in found.starved]
-        if not found.computed and starved:  # or the same batch would be retried forever
-            failed[min(found.starved)] = found.starved[min(found.starved)]
-            starved.remove(sequences[min(found.starved)])
+        failed: dict[int, Exception] = found.failed | {
+            index: error
+            for index, error in found.starved.items()
+            if sequences[index].starve() >= STARVED_STEPS_TO_FAIL
+        }
+        if not found.computed and not failed:  # or the same batch would be retried
+            index = min(found.starved)
+            failed[index] = found.starved[index]
         outputs = []
         for index, error in failed.items():
             reason = f"the engine failed on this request: {error!r}"
             outputs += self._fail([sequences[index]], reason)
-        for sequence in starved:
-            self._scheduler.preempt(sequence)
+        for index in sorted(found.starved.keys() - failed.keys(), reverse=True):
+            self._scheduler.preempt(sequences[index])
         alive = found.computed or self._computes()
         self.dead_steps = 0 if alive else self.dead_steps + 1
         return outputs, plan.without({*found.failed, *found.starved}, sequences, found.sampled)
 
     def _computes(self) -> bool:
         """Whether the runner can compute a token at all; if so, the requests caused the failure."""
-        if not self._pool.vacant:
-            return True
-        block = self._pool.allocate()
+        block = self._pool.allocate()  # each failed or preempted sequence has left one vacant
         try:
             self._runner.execute([BatchItem("", [0], 0, [block], True, NO_TOKEN, 0)])
         except Exception:
@@ -337,15 +343,15 @@ class EngineCore:
         """Remove requests whose logits are not finite from the plan. The blocks that they reused
         may be the cause, and those that they computed must not be reused: both leave the cache."""
         sequences = plan.sequences()
-        suspects = {index for index, token in enumerate(sampled) if token == NOT_FINITE}
-        for index in suspects:
+        suspects = [index for index, token in enumerate(sampled) if token == NOT_FINITE]
+        for index in reversed(suspects):  # the first of them becomes the first in the queue
             sequence = sequences[index]
             self._scheduler.distrust(sequence.block_table)
             if sequence.isolated:
                 failed = failed + self._fail([sequence], NOT_FINITE_REASON)
             else:
                 self._scheduler.restart(sequence)
-        return failed, plan.without(suspects, sequences, sampled)
+        return failed, plan.without({*suspects}, sequences, sampled)
 
     def _commit(self, plan: Plan, sampled: list[int | None]) -> list[Output]:
         outputs = self._commit_decodes(cast(list[int], sampled[: len(plan.decodes)]))

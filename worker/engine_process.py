@@ -37,6 +37,7 @@ from worker.messages import (
     GetBlocks,
     GetStats,
     NotDone,
+    Output,
     Pin,
     Pinned,
     PrepareWeights,
@@ -109,13 +110,13 @@ class EngineLoop:
                 self._step()
             elif heard or idle:
                 self._core.expire(time.monotonic())
-                self._tell([], "")
+                self._tell([])
         self._save()
 
     def _save(self) -> None:
         seconds, tiers = self._settings.save_timeout_s, self._core.tiers
         if tiers is not None and tiers.disk.capacity and seconds:
-            self._tell(self._core.fail_all("the worker was stopped"), "")  # they wait no longer
+            self._tell(self._core.fail_all("the worker was stopped"))  # they wait no longer
             saved, cached = self._core.save(seconds, time.monotonic, _a_moment)
             log.info("%d of %d cached blocks were written to disk", saved, cached)
 
@@ -149,12 +150,12 @@ class EngineLoop:
             case Cancel(request_id):
                 core.cancel(request_id)
             case Flush(ticket):
-                self._tell([], "")  # earlier changes belong to the old epoch
+                self._tell([])  # earlier changes belong to the old epoch
                 core.flush()
                 changes = core.take_changes()  # all evictions, implied by the new epoch
                 self._send(Flushed(ticket=ticket, received=changes.received, load=self._load()))
             case GetBlocks(ticket):
-                self._tell([], "")
+                self._tell([])
                 tiers = [] if core.tiers is None else [core.tiers.host, core.tiers.disk]
                 sets = [core.cached_blocks(), *(tier.hashes() for tier in tiers)]
                 self._send(Blocks(ticket, *map(join_hashes, sets)))
@@ -217,20 +218,20 @@ class EngineLoop:
         began_s = time.perf_counter()
         outputs = self._core.step(time.monotonic())
         ended_s = time.perf_counter()
-        failure = ""
         if self._core.stats().failed_steps > failed_before:
             self._speed.interrupted()
-            failure = repr(self._core.last_failure)
-            log.error("a step failed: %s", failure, exc_info=self._core.last_failure)
+            log.error("a step failed", exc_info=self._core.last_failure)
         else:
             self._speed.observe(self._core.last_work, began_s, ended_s)
             if self._core.tiers is not None and self._speed.speed.s_per_token:
                 self._core.tiers.set_prefill_speed(*self._speed.speed)
-        self._tell(outputs, failure)
+        self._tell(outputs)
         if self._core.dead_steps >= DEAD_STEPS_TO_GIVE_UP:
-            raise RuntimeError(f"{self._core.dead_steps} steps in a row have failed: {failure}")
+            raise RuntimeError(
+                f"{self._core.dead_steps} steps in a row have failed: {self._core.last_failure!r}"
+            )
 
-    def _tell(self, outputs: list, failure: str) -> None:  # type: ignore[type-arg]
+    def _tell(self, outputs: list[Output]) -> None:
         refused, self._refused = self._refused, []
         self._send(
             Stepped(
@@ -238,7 +239,6 @@ class EngineLoop:
                 refused=refused,
                 changes=self._core.take_changes(),
                 load=self._load(),
-                failure=failure,
             )
         )
 

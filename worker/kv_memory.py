@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from worker.attention.base import KvPool
 from worker.models.config import ModelConfig
 
 CPU_POOL_BYTES = 1 << 30
@@ -53,14 +54,11 @@ def blocks_that_fit(
 
 def new_pools(
     config: ModelConfig, kv_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Per layer keys and values, each `[kv_blocks + 1, block_size, kv_heads, head_dim]`.
-
-    Zeroed: a masked zero has no effect, a masked NaN would.
-    """
+) -> list[KvPool]:
+    """The pool of each layer, zeroed: a masked zero has no effect, a masked NaN would."""
     shape = (kv_blocks + 1, block_size, config.kv_heads, config.head_dim)
     return [
-        (
+        KvPool(
             torch.zeros(shape, dtype=dtype, device=device),
             torch.zeros(shape, dtype=dtype, device=device),
         )

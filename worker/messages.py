@@ -266,16 +266,12 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Events since the last message. Sent at least once per second, as a heartbeat.
-
-    failure   text of the last step's failure; "" if it did not fail
-    """
+    """Events since the last message. Sent at least once per second, as a heartbeat."""
 
     outputs: list[Output]
     refused: list[Refused]
     changes: Changes
     load: Load
-    failure: str = ""
 
 
 class Flushed(msgspec.Struct, frozen=True, tag=True, kw_only=True):

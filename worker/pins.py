@@ -53,6 +53,11 @@ class Pins:
         self._cache.release([block for block in found[:kept] if block in pinned] + found[kept:])
         return kept * block_size
 
+    def drop(self, blocks: set[int]) -> None:
+        """Unpin those of these blocks, which have left the cache, that are pinned."""
+        self._cache.release([block for block in self.blocks if block in blocks])
+        self.blocks = [block for block in self.blocks if block not in blocks]
+
     def release(self) -> None:
         """Unpin all."""
         self._cache.release(self.blocks)

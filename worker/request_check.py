@@ -39,13 +39,14 @@ def sequence_of(request: EngineRequest, order: int, config: EngineConfig) -> Seq
             param="prompt",
             code="context_length_exceeded",
         )
-    greatest = int(np.frombuffer(request.token_ids, "<u4").max())
-    if config.embedding_rows and greatest >= config.embedding_rows:
-        raise RequestError(
-            f"the prompt has the token id {greatest}; this model's ids end at "
-            f"{config.embedding_rows - 1}",
-            param="prompt",
-        )
+    if config.embedding_rows:
+        greatest = int(np.frombuffer(request.token_ids, "<u4").max())
+        if greatest >= config.embedding_rows:
+            raise RequestError(
+                f"the prompt has the token id {greatest}; this model's ids end at "
+                f"{config.embedding_rows - 1}",
+                param="prompt",
+            )
     full_blocks = sequence.prompt_tokens // config.block_size
     if sequence.hashes and len(sequence.hashes) != full_blocks:
         raise _internal(f"{len(sequence.hashes)} block hashes for {full_blocks} full blocks")

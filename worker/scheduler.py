@@ -140,6 +140,7 @@ class Scheduler:
         gone = self._cache.forget(blocks)
         if not gone:
             return
+        self.pins.drop(gone)
         for sequence in self.running.values():
             if sequence.publishes and not gone.isdisjoint(sequence.block_table):
                 self._in_flight.leave(sequence)

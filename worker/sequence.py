@@ -42,6 +42,7 @@ class Sequence:
     held_for         hash of the block, computed by another sequence or loaded, that it waits for
     loaded           whether a load was started for it since it was queued
     isolated         whether it neither reuses nor caches, because its logits were not finite
+    starved          (tokens, steps): steps in which it did not fit in memory since its newest token
     due              step of `Decodes` after which it is due; 0 while it does not decode
     hit_tokens       prompt tokens reused at the first admission; None before it
     """
@@ -63,6 +64,7 @@ class Sequence:
         "request_id",
         "sampling",
         "settled_blocks",
+        "starved",
         "status",
         "tokens",
     )
@@ -92,6 +94,7 @@ class Sequence:
         self.held_for: bytes | None = None
         self.loaded = False
         self.isolated = False
+        self.starved = (0, 0)
         self.due = 0
         self.hit_tokens: int | None = None
         self.status = Status.WAITING
@@ -111,6 +114,12 @@ class Sequence:
     def output_tokens(self) -> int:
         """Tokens sampled so far."""
         return len(self.tokens) - self.prompt_tokens
+
+    def starve(self) -> int:
+        """Count a step in which it did not fit in memory; how many since its newest token."""
+        tokens, steps = self.starved
+        self.starved = len(self.tokens), steps + 1 if tokens == len(self.tokens) else 1
+        return self.starved[1]
 
     def packed(self) -> bytes:
         """All tokens, packed as `pack_tokens` does: little-endian u32."""

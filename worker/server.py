@@ -7,7 +7,7 @@
     GET  /metrics       Prometheus
     GET  /stats         CacheView (JSON): what the cache holds, reuses and evicts
     POST /admin/flush   empty the cache: {"worker": ..., "epoch": ...}
-    POST /admin/weights {"model": path}: load another model of the same architecture
+    POST /admin/weights WeightsWanted (JSON): load another model of the same architecture
 
 The response to `/generate` starts with the first token. A failure before that has its own HTTP
 status. A closed connection cancels the request at any time.
@@ -60,9 +60,14 @@ SERVICE = web.AppKey("service", WorkerService)
 
 
 class WeightsWanted(msgspec.Struct, frozen=True):
-    """Body of `POST /admin/weights`: a model directory or file on the worker's machine."""
+    """Body of `POST /admin/weights`.
+
+    model  directory or file on the worker's machine
+    pool   whether workers of the pool that start later load it too
+    """
 
     model: str
+    pool: bool = False
 
 
 _decode_request = msgspec.msgpack.Decoder(GenerateRequest).decode
@@ -323,7 +328,7 @@ async def _weights(request: web.Request) -> web.Response:
         raise RequestError(
             f'the body must be of the form {{"model": "PATH"}}: {error}', param="model"
         ) from error
-    epoch = await service.load_weights(wanted.model)
+    epoch = await service.load_weights(wanted.model, pool=wanted.pool)
     weights = service.info.model.namespace.weights
     return web.json_response({"worker": service.name, "epoch": epoch, "weights": weights})
 

@@ -27,10 +27,8 @@ log = logging.getLogger(__name__)
 PROBE_S = 1.0
 """Interval between checks for a silent engine; its end is an event."""
 
-RECORD_TRIES = 3
 RECORD_RETRY_S = 1.0
-"""Retries if Redis is unreachable at the start; after them the weights of the settings are
-loaded."""
+"""Interval between attempts to read or write the pool's record in Redis."""
 
 
 class WorkerService:
@@ -64,6 +62,7 @@ class WorkerService:
         self._replacing = False
         self._record = PoolRecord(settings.redis_url, settings.pool, timeout_s=settings.bus.lease_s)
         self._changing = asyncio.Lock()
+        self._recording: asyncio.Task[None] | None = None
         self._tokenizer: Tokenizer | None = None
         self._early: list[tuple[Changes, Load]] = []
 
@@ -135,20 +134,20 @@ class WorkerService:
         await self.engine.flush()
         return self._epoch
 
-    async def load_weights(self, model: str) -> int:
+    async def load_weights(self, model: str, *, pool: bool) -> int:
         """Run `change_weights` to its end, even if the caller is cancelled."""
-        task = asyncio.create_task(self.change_weights(model), name="new weights")
+        task = asyncio.create_task(self.change_weights(model, pool=pool), name="new weights")
         self._tasks.append(task)
         task.add_done_callback(self._forget_task)
         return await asyncio.shield(task)
 
-    async def change_weights(self, model: str) -> int:
+    async def change_weights(self, model: str, *, pool: bool) -> int:
         """Serve another model of the same architecture under the same name; return its epoch.
 
         The worker serves while the model is read. Then it rejects new requests and lets running
-        ones end within the time limit of a drain; the rest fails with the reason. The model is
-        stored in Redis for workers that replace others. Raises RequestError: 400 if the model
-        cannot be used (without effect), 409 if weights are being loaded already.
+        ones end within the time limit of a drain; the rest fails with the reason. With `pool` the
+        model is recorded in Redis, for workers that start later. Raises RequestError: 400 if the
+        model cannot be used (without effect), 409 if weights are being loaded already.
         """
         if self._changing.locked():
             raise RequestError(
@@ -166,7 +165,8 @@ class WorkerService:
             try:
                 await self._until_idle()
                 await self.engine.apply_weights()
-                self._tasks.append(asyncio.create_task(self._remember(model), name="record"))
+                if pool:
+                    self._record_weights(model)
                 await self._warm_up(self.info)
             except WarmupError as error:
                 log.error("warm-up failed; serving the new weights without it: %s", error)
@@ -174,23 +174,35 @@ class WorkerService:
                 self._replacing = False
                 if not self._draining and not self.engine.problem():
                     self.publisher.set_state("ready")
+            if self._recording is not None:
+                await asyncio.wait({self._recording}, timeout=RECORD_RETRY_S)
         return self._epoch
 
     async def _look_up(self) -> GivenWeights | None:
         """Read from Redis: weights that replace those in the settings, and the last epoch under
-        this name, which the next one must exceed even if the clock was set back."""
-        for _ in range(RECORD_TRIES):
+        this name, which the next one must exceed even if the clock was set back.
+
+        Waits for Redis, without which no gateway would find the worker.
+        """
+        while True:
             try:
                 self._epoch_floor = await self._record.last_epoch(self.name)
                 given = await self._record.weights(self.settings.worker.model)
             except (RedisError, OSError, TimeoutError) as error:
-                log.warning("cannot read the pool's weights from Redis: %s", trouble(error))
+                log.warning(
+                    "cannot read the pool's weights from Redis, retrying: %s", trouble(error)
+                )
                 await asyncio.sleep(RECORD_RETRY_S)
                 continue
             if given is not None:
                 log.info("loading %s, to which the pool was reloaded", given.model)
             return given
-        return None
+
+    def _record_weights(self, model: str) -> None:
+        """Record the pool's weights in Redis in the background, instead of earlier ones."""
+        if self._recording is not None:
+            self._recording.cancel()
+        self._recording = asyncio.create_task(self._remember(model), name="record")
 
     async def _remember(self, model: str) -> None:
         given = GivenWeights(model=model, name=self.info.model.model)
@@ -242,6 +254,8 @@ class WorkerService:
     async def close(self) -> None:
         """Remove the card and end the engine. Requests in flight fail."""
         tasks, self._tasks = list(self._tasks), []
+        if self._recording is not None:
+            tasks.append(self._recording)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

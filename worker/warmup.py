@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -20,14 +19,6 @@ SEPARATOR = "---"
 
 class WarmupError(ValueError):
     """A warm-up file that cannot be used. The message names it and says what to change."""
-
-
-class Warmed(NamedTuple):
-    """Result of a warm-up: prompts and tokens computed or found, and tokens of them pinned."""
-
-    prompts: int
-    tokens: int
-    pinned_tokens: int
 
 
 def read_prompts(path: str) -> list[str]:
@@ -53,7 +44,7 @@ def read_prompts(path: str) -> list[str]:
     return texts
 
 
-async def warm_up(engine: EngineClient, model: ModelInfo, secret: bytes, path: str) -> Warmed:
+async def warm_up(engine: EngineClient, model: ModelInfo, secret: bytes, path: str) -> None:
     """Compute every prompt of the file and pin its blocks, up to the limit of pins.
 
     The prompts are of the shared namespace: no adapter, no tenant. Raises WarmupError for an
@@ -83,4 +74,3 @@ async def warm_up(engine: EngineClient, model: ModelInfo, secret: bytes, path: s
         tokens += len(ids)
         pinned += await engine.pin(root, request.token_ids)
     log.info("warmed up %d prompts, %d tokens, %d of them pinned", len(prompts), tokens, pinned)
-    return Warmed(len(prompts), tokens, pinned)

@@ -15,7 +15,7 @@ from cluster.protocol import Sampling
 from tests.gpu.varlen import DTYPES, PAGE_MULTIPLE, VarlenBackend
 from tests.worker.paged import Heads, Paged
 from tests.worker.tiny_models import item
-from worker.attention.base import AttentionBackend
+from worker.attention.base import AttentionBackend, KvPool, Rows
 from worker.attention.registry import attention_backend
 from worker.batch import BatchItem
 from worker.decode_graphs import Capture, Decoded
@@ -55,16 +55,18 @@ def attention_error(
     """Greatest difference to the fp32 sdpa reference on the same values."""
     paged = Paged(lengths, block_size, heads, dtype)
     step = paged.metadata(device)
-    rows = sum(count for _, count in lengths)
+    count = sum(rows for _, rows in lengths)
     new = [
-        torch.cat([part[-count:] for part, (_, count) in zip(parts, lengths, strict=True)])
+        torch.cat([part[-rows:] for part, (_, rows) in zip(parts, lengths, strict=True)])
         for parts in (paged.keys, paged.values)
     ]
-    inputs = [paged.random(rows, heads.query, heads.dim), *new, *paged.pools]
+    inputs = [paged.random(count, heads.query, heads.dim), *new, *paged.pool]
     answers = []
     for used, kind in ((backend, dtype), (attention_backend("sdpa"), torch.float32)):
-        given = [tensor.to(device, kind, copy=True) for tensor in inputs]
-        answers.append(used.attend(*given, used.plan(step, kind)).float())
+        *rows, keys, values = [tensor.to(device, kind, copy=True) for tensor in inputs]
+        answers.append(
+            used.attend(Rows(*rows), KvPool(keys, values), used.plan(step, kind)).float()
+        )
     return float((answers[0] - answers[1]).abs().max())
 
 

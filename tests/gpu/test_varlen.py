@@ -5,6 +5,7 @@ import torch
 
 from tests.gpu.varlen import VarlenBackend
 from tests.worker.paged import Heads, Paged
+from worker.attention.base import Rows
 from worker.attention.registry import attention_backend
 
 LENGTHS = [(600, 1), (3, 1), (300, 40)]
@@ -41,7 +42,7 @@ def test_a_device_without_cuda_is_refused():
     plan = VarlenBackend().plan(paged.metadata(), torch.bfloat16)
     query, key = paged.random(42, 4, 16), paged.random(42, 2, 16)
     with pytest.raises(ValueError, match="varlen needs a CUDA device, not cpu"):
-        VarlenBackend().attend(query, key, key, *paged.pools, plan)
+        VarlenBackend().attend(Rows(query, key, key), paged.pool, plan)
 
 
 def test_a_worker_cannot_be_given_it():

@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad
 
-from worker.attention.base import AttentionBackend, AttentionMetadata, write_kv
+from worker.attention.base import AttentionBackend, AttentionMetadata, KvPool, Rows, write_kv
 
 PAGE_MULTIPLE = 256
 DTYPES = (torch.float16, torch.bfloat16)
@@ -58,29 +58,22 @@ class VarlenBackend(AttentionBackend[VarlenPlan]):
             longest_context=max(step.context_lens),
         )
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_pool: torch.Tensor,
-        value_pool: torch.Tensor,
-        plan: VarlenPlan,
-    ) -> torch.Tensor:
+    def attend(self, rows: Rows, pool: KvPool, plan: VarlenPlan) -> torch.Tensor:
         """See `AttentionBackend.attend`. Raises ValueError without CUDA."""
+        query = rows.query
         if not query.is_cuda:
             raise ValueError(f"varlen needs a CUDA device, not {query.device}")
-        write_kv(key, value, key_pool, value_pool, plan.slot_mapping)
+        write_kv(rows, pool, plan.slot_mapping)
         return varlen_attn(
             query.contiguous(),
-            key_pool,
-            value_pool,
+            pool.keys,
+            pool.values,
             plan.query_start_loc,
             plan.key_start_loc,
             plan.longest_query,
             plan.longest_context,
             window_size=(-1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
+            enable_gqa=query.shape[1] != rows.key.shape[1],
             seqused_k=plan.seq_lens,
             block_table=plan.block_table,
             num_splits=1,

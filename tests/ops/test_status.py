@@ -50,7 +50,7 @@ async def test_the_commands_ask_a_gateway():
         assert "w0" in status.output
         assert "4/0/0" in status.output
         changed = await run("reload", "--model", "/m/next")
-        assert (changed.exit_code, order) == (0, [("w0", "/m/next")])
+        assert (changed.exit_code, order) == (0, [("w0", "/m/next", True)])
         assert "w0: weights d1, epoch 7" in changed.output
         rig.workers[0].others["POST /admin/weights"] = changing(order, rig.workers[0], 400)
         refused = await run("reload", "--model", "/m/other")

@@ -43,7 +43,8 @@ def telling(view):
 
 def changing(order, worker, status=200):
     async def weights(request):
-        order.append((worker.name, (await request.json())["model"]))
+        wanted = await request.json()
+        order.append((worker.name, wanted["model"], wanted["pool"]))
         if status != 200:
             error = {"message": "it has another architecture", "type": "x"}
             return web.json_response({"error": error}, status=status)
@@ -69,10 +70,11 @@ async def test_weights_are_changed_one_worker_after_the_other():
             worker.others["POST /admin/weights"] = changing(order, worker)
         status, _, body = await rig.post("/admin/weights", {"model": "/m/next"})
         assert status == 200
-        assert order == [(f"w{n}", "/m/next") for n in range(3)]
+        assert order == [(f"w{n}", "/m/next", True) for n in range(3)]
         assert body["workers"][0] == {"worker": "w0", "epoch": 7, "weights": "d1"}
         status, _, body = await rig.post("/admin/weights", {"model": "/m/next", "worker": "w1"})
         assert [each["worker"] for each in body["workers"]] == ["w1"]
+        assert order[3:] == [("w1", "/m/next", False)], "the others will not get its weights"
 
 
 async def test_the_first_worker_that_refuses_ends_the_change_and_is_named():
@@ -85,7 +87,7 @@ async def test_the_first_worker_that_refuses_ends_the_change_and_is_named():
         message = body["error"]["message"]
         assert "w1 did not change its weights: it has another architecture" in message
         assert "changed before it: w0" in message
-        assert [name for name, _ in order] == ["w0", "w1"]
+        assert [name for name, *_ in order] == ["w0", "w1"]
 
 
 async def test_what_cannot_be_asked_is_refused_in_words():

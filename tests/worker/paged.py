@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from tests.worker.tiny_models import item
+from worker.attention.base import KvPool, Rows
 from worker.attention.registry import attention_backend
 from worker.step_layout import StepLayout
 
@@ -36,7 +37,7 @@ class Paged:
         self.tables = [[ids.pop() for _ in range(count)] for count in blocks]
         pool_shape = (sum(blocks) + 4, block_size, heads.kv, heads.dim)
         # What no sequence has written is huge, not zero: seeing it would change the answer.
-        self.pools = [torch.full(pool_shape, 1e4, dtype=dtype) for _ in range(2)]
+        self.pool = KvPool(*(torch.full(pool_shape, 1e4, dtype=dtype) for _ in range(2)))
         self.lengths = lengths
         self.keys = [self.random(length, heads.kv, heads.dim) for length, _ in lengths]
         self.values = [self.random(length, heads.kv, heads.dim) for length, _ in lengths]
@@ -45,14 +46,14 @@ class Paged:
         ):
             for position in range(length - rows):
                 block, offset = table[position // block_size], position % block_size
-                self.pools[0][block, offset] = keys[position]
-                self.pools[1][block, offset] = values[position]
+                self.pool.keys[block, offset] = keys[position]
+                self.pool.values[block, offset] = values[position]
 
     def random(self, *shape):
         return torch.randn(shape, generator=self.generator).to(self.dtype)
 
     def metadata(self, device=CPU):
-        layout = StepLayout(self.block_size, len(self.pools[0]) - 1, device)
+        layout = StepLayout(self.block_size, len(self.pool.keys) - 1, device)
         batch = [
             item([0] * rows, length - rows, table)
             for (length, rows), table in zip(self.lengths, self.tables, strict=True)
@@ -98,9 +99,8 @@ def check(
         for values, (length, rows) in zip(paged.values, lengths, strict=True)
     ]
     plan = backend.plan(paged.metadata(), dtype)
-    answer = backend.attend(
-        torch.cat(queries), torch.cat(new_keys), torch.cat(new_values), *paged.pools, plan
-    )
+    rows = Rows(torch.cat(queries), torch.cat(new_keys), torch.cat(new_values))
+    answer = backend.attend(rows, paged.pool, plan)
     parts = answer.split([rows for _, rows in lengths])
     for part, query, keys, values in zip(parts, queries, paged.keys, paged.values, strict=True):
         torch.testing.assert_close(part.double(), plain(query, keys, values), atol=atol, rtol=atol)

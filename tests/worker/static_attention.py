@@ -22,15 +22,15 @@ class StaticBackend(AttentionBackend):
         replayable = step.decodes == len(step.query_lens)
         return step if replayable else self._others.plan(step, dtype)
 
-    def attend(self, query, key, value, key_pool, value_pool, plan):
+    def attend(self, rows, pool, plan):
         if not hasattr(plan, "seq_lens"):
-            return self._others.attend(query, key, value, key_pool, value_pool, plan)
-        write_kv(key, value, key_pool, value_pool, plan.slot_mapping)
-        rows, (kv_heads, dim) = len(query), key.shape[1:]
-        keys = key_pool[plan.block_table].view(rows, -1, kv_heads, dim).transpose(1, 2)
-        values = value_pool[plan.block_table].view(rows, -1, kv_heads, dim).transpose(1, 2)
+            return self._others.attend(rows, pool, plan)
+        write_kv(rows, pool, plan.slot_mapping)
+        query, (count, kv_heads, dim) = rows.query, rows.key.shape
+        keys = pool.keys[plan.block_table].view(count, -1, kv_heads, dim).transpose(1, 2)
+        values = pool.values[plan.block_table].view(count, -1, kv_heads, dim).transpose(1, 2)
         seen = torch.arange(keys.shape[2], device=query.device) < plan.seq_lens[:, None]
         out = scaled_dot_product_attention(
-            query.view(rows, kv_heads, -1, dim), keys, values, attn_mask=seen[:, None, None, :]
+            query.view(count, kv_heads, -1, dim), keys, values, attn_mask=seen[:, None, None, :]
         )
         return out.reshape(query.shape)

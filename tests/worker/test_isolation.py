@@ -9,16 +9,16 @@ from tests.worker.recording_runner import Rig
 from tests.worker.small_engine import BLOCK, MODEL, MODEL_CONFIG, ROOT, SmallEngine, tokens_of
 from tests.worker.tiny_models import item, random_tensors
 from worker.batch import NOT_FINITE
-from worker.engine import NOT_FINITE_REASON
+from worker.engine import NOT_FINITE_REASON, STARVED_STEPS_TO_FAIL
 from worker.models import LlamaModel
 from worker.runner import TorchRunner
 
 
-def rig_of(count: int, **fields) -> Rig:
+def rig_of(count: int, max_tokens: int = 9) -> Rig:
     """So many requests, all of which decode."""
-    rig = Rig(**fields)
+    rig = Rig()
     for number in range(count):
-        rig.add(f"r{number}", [number + 1, 2, 3], max_tokens=9, ignore_eos=True)
+        rig.add(f"r{number}", [number + 1, 2, 3], max_tokens=max_tokens, ignore_eos=True)
     rig.step()
     return rig
 
@@ -119,6 +119,50 @@ def test_where_memory_suffices_for_nobody_one_fails_at_a_time():
     assert [rig.final[name].finish_reason for name in ("r1", "r2")] == ["length"] * 2
 
 
+def test_who_never_finds_memory_fails_while_others_are_computed():
+    """Else it would have every step computed in parts for as long as others come."""
+    rig = rig_of(2)
+    rig.runner.bad["r1"] = MemoryError("no room")
+    steps = 0
+    while "r1" not in rig.final:
+        rig.step()
+        steps += 1
+        if len(rig.core.decoding()) < 2:
+            rig.add(f"another {steps}", [6, steps % 7, 3], max_tokens=9, ignore_eos=True)
+        assert steps < 50
+    assert "no room" in rig.final["r1"].error
+    rig.drain()
+    assert rig.core.stats().failed_steps == STARVED_STEPS_TO_FAIL
+
+
+def test_memory_that_is_short_now_and_then_fails_nobody():
+    rig = rig_of(3, max_tokens=20)
+    for _ in range(STARVED_STEPS_TO_FAIL + 1):
+        rig.runner.bad["r1"] = MemoryError("no room")
+        rig.step()
+        rig.runner.bad.clear()
+        rig.step()
+    rig.drain()
+    assert ends(rig) == {"length"}
+    assert rig.core.stats().preemptions == STARVED_STEPS_TO_FAIL + 1
+
+
+def test_who_starves_beside_a_request_that_raises_does_not_fail():
+    rig = rig_of(2)
+    rig.runner.bad = {"r0": ValueError("not this one"), "r1": MemoryError("no room")}
+    assert [output.request_id for output in rig.step()] == ["r0"]
+    rig.runner.bad.clear()
+    rig.drain()
+    assert rig.final["r1"].finish_reason == "length"
+
+
+def test_those_that_are_preempted_together_come_back_in_their_order():
+    rig = rig_of(3)
+    rig.runner.bad = {"r1": MemoryError("no room"), "r2": MemoryError("no room")}
+    rig.step()
+    assert list(rig.core._scheduler.waiting) == ["r1", "r2"]
+
+
 def test_torch_without_memory_raises_a_memory_error(monkeypatch):
     torch.set_num_threads(1)
     runner = TorchRunner(MODEL, 8, BLOCK)
@@ -150,6 +194,20 @@ def test_who_computes_nan_is_computed_afresh_and_its_blocks_leave_the_cache():
     rig.drain()
     assert rig.final["a"].finish_reason == "length"
     assert rig.core.load().cached_blocks == 0, "it caches nothing more"
+
+
+def test_pins_of_blocks_that_leave_the_cache_end():
+    rig = Rig(pin_share=0.5)
+    for token in (1, 2):
+        rig.add(f"before {token}", [token] * 16, max_tokens=2)
+        rig.drain()
+        assert rig.core.pin(ROOT, pack_tokens([token] * 16)) == 16
+    rig.add("a", [1] * 16 + [2], max_tokens=2)
+    rig.runner.not_finite.add("a")
+    rig.step()
+    assert rig.core.stats().pinned_blocks == rig.core.load().cached_blocks == 4
+    rig.runner.not_finite.clear()
+    rig.drain()
 
 
 def test_who_computes_nan_again_fails_and_says_so():

@@ -96,9 +96,9 @@ class NoGather(AttentionBackend):
     def plan(self, step, dtype):
         return step.slot_mapping
 
-    def attend(self, query, key, value, key_pool, value_pool, plan):
-        write_kv(key, value, key_pool, value_pool, plan)
-        return torch.empty(query.shape, dtype=query.dtype)
+    def attend(self, rows, pool, plan):
+        write_kv(rows, pool, plan)
+        return torch.empty(rows.query.shape, dtype=rows.query.dtype)
 
 
 class LiveTensors(TorchDispatchMode):

@@ -117,6 +117,26 @@ def test_what_fell_out_of_host_memory_comes_back_from_disk(tmp_path):
     engine.close()
 
 
+@pytest.mark.parametrize("host", [64, 12])
+def test_nan_that_comes_back_from_a_cold_tier_leaves_all_tiers(tmp_path, host):
+    """From host memory, and from disk where host memory is small."""
+    engine = Tiered(host=host, directory=tmp_path)
+    engine.run("cold", [*STEM, 1])
+    block = engine.core._cache._blocks[hashes()[2]]
+    for pair in engine.runner.pools:
+        for pool in pair:
+            pool[block] = float("nan")
+    engine.crowd_out(3 if host == 64 else 6)
+    assert engine.run("again", [*STEM, 1]) == len(STEM)
+    tiers = engine.core.tiers
+    assert set(hashes()).isdisjoint([*tiers.host.hashes(), *tiers.disk.hashes()])
+    assert engine.run("afresh", [*STEM, 1]) == 0
+    engine.crowd_out(3 if host == 64 else 6)
+    assert engine.run("reused", [*STEM, 1]) == len(STEM)
+    assert not set(hashes()).isdisjoint(engine.core.cached_blocks())
+    engine.close()
+
+
 def test_one_load_from_device_host_memory_and_disk(tmp_path):
     engine = Tiered(host=12, directory=tmp_path)
     engine.run("cold", [*STEM, 1])

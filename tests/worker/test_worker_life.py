@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer
 
 from cluster.blocks import pack_tokens
+from cluster.pool_record import PoolRecord
 from cluster.protocol import HEADER_HIT_TOKENS, CacheView, GenerateRequest, Sampling, pool_token
 from cluster.settings import Settings, WorkerSettings
 from tests.exposed_metrics import check_defined, definitions_of
@@ -76,9 +77,9 @@ class Worker:
         assert status == 200, body
         return hit, body["choices"][0]["text"]
 
-    async def change(self, model: str) -> tuple[int, dict]:
+    async def change(self, model: str, **fields) -> tuple[int, dict]:
         url = f"{self.server.url}/admin/weights"
-        async with self.session.post(url, json={"model": model}) as answer:
+        async with self.session.post(url, json={"model": model} | fields) as answer:
             return answer.status, await answer.json()
 
     async def stats(self) -> CacheView:
@@ -250,14 +251,60 @@ async def test_what_does_not_end_in_time_fails_clearly(redis_url, pool, models):
 
 async def test_a_replacement_loads_the_weights_that_the_pool_has_now(redis_url, pool, models):
     async with a_worker(redis_url, pool, models[0], kv_blocks=200) as worker:
-        assert (await worker.change(models[1]))[0] == 200
+        assert (await worker.change(models[1], pool=True))[0] == 200
         new = worker.server.service.info.model
     async with a_worker(redis_url, pool, models[0], kv_blocks=200) as worker:
         assert worker.server.service.info.model == new
         assert (await worker.text_of(STEM))[1] == answer_of(models[1], STEM)
-        assert (await worker.change(models[0]))[0] == 200
+        assert (await worker.change(models[0], pool=True))[0] == 200
     async with a_worker(redis_url, pool, models[0], kv_blocks=200) as worker:
         assert (await worker.text_of(STEM))[1] == answer_of(models[0], STEM)
+
+
+async def test_a_start_waits_for_redis_to_name_the_weights(redis_url, pool, models, monkeypatch):
+    """With the weights of its settings the worker might differ from all others."""
+    monkeypatch.setattr("worker.service.RECORD_RETRY_S", 0)
+    failures = [OSError("no route to Redis")] * 10
+    weights = PoolRecord.weights
+
+    async def weights_at_last(record, configured):
+        if failures:
+            raise failures.pop()
+        return await weights(record, configured)
+
+    async with a_worker(redis_url, pool, models[0], kv_blocks=200) as worker:
+        assert (await worker.change(models[1], pool=True))[0] == 200
+    monkeypatch.setattr(PoolRecord, "weights", weights_at_last)
+    async with a_worker(redis_url, pool, models[0], kv_blocks=200) as worker:
+        assert (await worker.text_of(STEM))[1] == answer_of(models[1], STEM)
+
+
+async def test_weights_of_one_worker_end_with_it(redis_url, pool, models):
+    async with a_worker(redis_url, pool, models[0], kv_blocks=200) as worker:
+        assert (await worker.change(models[1]))[0] == 200
+        assert (await worker.text_of(STEM))[1] == answer_of(models[1], STEM)
+    async with a_worker(redis_url, pool, models[0], kv_blocks=200) as worker:
+        assert (await worker.text_of(STEM))[1] == answer_of(models[0], STEM)
+
+
+async def test_the_last_weights_are_recorded_last(redis_url, pool, models, monkeypatch):
+    """Redis cannot be reached at the first change, but at the second."""
+    monkeypatch.setattr("worker.service.RECORD_RETRY_S", 0)
+    async with a_worker(redis_url, pool, models[0], kv_blocks=200) as worker:
+        recorded, away = [], True
+
+        async def give_weights(_configured, given):
+            if away and given.model == models[1]:
+                raise OSError("no route to Redis")
+            recorded.append(given.model)
+
+        monkeypatch.setattr(worker.server.service._record, "give_weights", give_weights)
+        assert (await worker.change(models[1], pool=True))[0] == 200
+        assert recorded == []
+        assert (await worker.change(models[0], pool=True))[0] == 200
+        away = False
+        await worker.text_of(STEM)
+        assert recorded == [models[0]]
 
 
 async def test_a_clock_that_was_set_back_does_not_silence_a_worker(

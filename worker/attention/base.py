@@ -1,9 +1,7 @@
 """The interface of attention over the paged KV pool, and the pool's layout.
 
-Pool layout, for all backends: per layer a tensor of keys and one of values,
-`[blocks + 1, block_size, kv_heads, head_dim]`. Block 0 is padding: it pads block tables, and the
-rows that pad a replayed step write to it. A token's slot is
-`block * block_size + offset`.
+Block 0 of the pool is padding: it pads block tables, and the rows that pad a replayed step write to
+it. A token's slot is `block * block_size + offset`.
 
 In a step the sequences that compute one token (decodes) come first, longest context first,
 then those that compute several (prefill chunks); `query_start_loc` marks where each begins:
@@ -17,6 +15,25 @@ from abc import ABC, abstractmethod
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
+
+
+class KvPool(NamedTuple):
+    """One layer's keys and values, each `[blocks + 1, block_size, kv_heads, head_dim]`."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class Rows(NamedTuple):
+    """One layer's projections of the step's rows.
+
+    query       [rows, query_heads, head_dim], rotated
+    key, value  [rows, kv_heads, head_dim], keys rotated
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
 
 
 class AttentionMetadata(NamedTuple):
@@ -66,33 +83,15 @@ class AttentionBackend(ABC, Generic[PlanT]):
         """
 
     @abstractmethod
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_pool: torch.Tensor,
-        value_pool: torch.Tensor,
-        plan: PlanT,
-    ) -> torch.Tensor:
-        """Write the step's keys and values to the pool, then attend.
+    def attend(self, rows: Rows, pool: KvPool, plan: PlanT) -> torch.Tensor:
+        """Write the rows' keys and values to the pool, then attend. Returns `[rows, query_heads,
+        head_dim]`.
 
         Slots beyond a sequence's tokens have no effect on it, even if they hold NaN.
-
-        query       [rows, query_heads, head_dim], rotated
-        key, value  [rows, kv_heads, head_dim], keys rotated
-        pools       [blocks + 1, block_size, kv_heads, head_dim]
-        Returns     [rows, query_heads, head_dim]
         """
 
 
-def write_kv(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_pool: torch.Tensor,
-    value_pool: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    """Store the rows' keys and values `[rows, kv_heads, head_dim]` in their slots."""
-    key_pool.view(-1, *key_pool.shape[2:]).index_copy_(0, slot_mapping, key)
-    value_pool.view(-1, *value_pool.shape[2:]).index_copy_(0, slot_mapping, value)
+def write_kv(rows: Rows, pool: KvPool, slot_mapping: torch.Tensor) -> None:
+    """Store the rows' keys and values in their slots `[rows]`."""
+    pool.keys.view(-1, *pool.keys.shape[2:]).index_copy_(0, slot_mapping, rows.key)
+    pool.values.view(-1, *pool.values.shape[2:]).index_copy_(0, slot_mapping, rows.value)

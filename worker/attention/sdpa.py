@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from worker.attention.base import AttentionBackend, AttentionMetadata, write_kv
+from worker.attention.base import AttentionBackend, AttentionMetadata, KvPool, Rows, write_kv
 from worker.staging import upload
 
 PADDING_SHARE = 0.25
@@ -95,41 +95,34 @@ class SdpaBackend(AttentionBackend[SdpaPlan]):
             first += rows
         return SdpaPlan(step.slot_mapping, _begun(step), groups, chunks)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_pool: torch.Tensor,
-        value_pool: torch.Tensor,
-        plan: SdpaPlan,
-    ) -> torch.Tensor:
+    def attend(self, rows: Rows, pool: KvPool, plan: SdpaPlan) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         if plan.begun is not None:
-            key_pool.index_fill_(0, plan.begun, 0.0)
-            value_pool.index_fill_(0, plan.begun, 0.0)
-        write_kv(key, value, key_pool, value_pool, plan.slot_mapping)
+            pool.keys.index_fill_(0, plan.begun, 0.0)
+            pool.values.index_fill_(0, plan.begun, 0.0)
+        write_kv(rows, pool, plan.slot_mapping)
+        query, key, value = rows
         out = torch.empty_like(query)
         kv_heads, head_dim = key.shape[1:]
         for group in plan.decodes:
             count = group.last - group.first
             folded = query[group.first : group.last].view(count, kv_heads, -1, head_dim)
-            keys = self._gather("keys", key_pool, group.block_ids, count)
-            values = self._gather("values", value_pool, group.block_ids, count)
+            keys = self._gather("keys", pool.keys, group.block_ids, count)
+            values = self._gather("values", pool.values, group.block_ids, count)
             # [count, kv_heads, group, head_dim] against [count, kv_heads, context, head_dim]
             answer = scaled_dot_product_attention(
                 folded, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=group.mask
             )
             out[group.first : group.last] = answer.reshape(count, -1, head_dim)
         for chunk in plan.chunks:
-            rows = chunk.last - chunk.first
+            count = chunk.last - chunk.first
             if chunk.mask is None:
                 keys, values = key[chunk.first : chunk.last], value[chunk.first : chunk.last]
             else:
-                keys = self._gather("keys", key_pool, chunk.block_ids, 1)[0, : chunk.context]
-                values = self._gather("values", value_pool, chunk.block_ids, 1)[0, : chunk.context]
+                keys = self._gather("keys", pool.keys, chunk.block_ids, 1)[0, : chunk.context]
+                values = self._gather("values", pool.values, chunk.block_ids, 1)[0, : chunk.context]
             # [kv_heads, group, rows, head_dim] against [kv_heads, group (one view), context, ...]
-            grouped = query[chunk.first : chunk.last].view(rows, kv_heads, -1, head_dim)
+            grouped = query[chunk.first : chunk.last].view(count, kv_heads, -1, head_dim)
             groups = grouped.shape[2]
             answer = scaled_dot_product_attention(
                 grouped.permute(1, 2, 0, 3),
@@ -138,7 +131,7 @@ class SdpaBackend(AttentionBackend[SdpaPlan]):
                 attn_mask=chunk.mask,
                 is_causal=chunk.mask is None,
             )
-            out[chunk.first : chunk.last] = answer.permute(2, 0, 1, 3).reshape(rows, -1, head_dim)
+            out[chunk.first : chunk.last] = answer.permute(2, 0, 1, 3).reshape(count, -1, head_dim)
         return out
 
     def _gather(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from worker.attention.base import AttentionBackend, AttentionMetadata, write_kv
+from worker.attention.base import AttentionBackend, AttentionMetadata, KvPool, Rows, write_kv
 from worker.attention.triton_kernels import join_splits, paged_attention
 from worker.staging import upload
 
@@ -77,41 +77,29 @@ class TritonBackend(AttentionBackend[TritonPlan]):
         """Nothing to prepare before the number of heads is known."""
         return TritonPlan(step)
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        key_pool: torch.Tensor,
-        value_pool: torch.Tensor,
-        plan: TritonPlan,
-    ) -> torch.Tensor:
+    def attend(self, rows: Rows, pool: KvPool, plan: TritonPlan) -> torch.Tensor:
         """See `AttentionBackend.attend`. Raises ValueError if Triton cannot run."""
+        query = rows.query
         if query.device.type != "cuda" and not self._interpreted:
             raise ValueError(
                 f"the attention backend triton needs a CUDA device, not {query.device}; "
                 "set worker.attention to sdpa"
             )
         step = plan.step
-        write_kv(key, value, key_pool, value_pool, step.slot_mapping)
+        write_kv(rows, pool, step.slot_mapping)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if step.decodes:
-            self._attend_decodes(query, key_pool, value_pool, out, plan)
+            self._attend_decodes(query, pool, out, plan)
         if len(step.query_lens) > step.decodes:
-            self._attend_chunks(query, key_pool, value_pool, out, plan)
+            self._attend_chunks(query, pool, out, plan)
         return out
 
     def _attend_decodes(
-        self,
-        query: torch.Tensor,
-        key_pool: torch.Tensor,
-        value_pool: torch.Tensor,
-        out: torch.Tensor,
-        plan: TritonPlan,
+        self, query: torch.Tensor, pool: KvPool, out: torch.Tensor, plan: TritonPlan
     ) -> None:
         step = plan.step
         query_heads, head_dim = query.shape[1:]
-        kv_heads = key_pool.shape[2]
+        kv_heads = pool.keys.shape[2]
         splits = splits_of(
             step.decodes * kv_heads, step.context_lens[0], self._processors_of(query.device)
         )
@@ -125,34 +113,28 @@ class TritonBackend(AttentionBackend[TritonPlan]):
             )
         tile = max(16, triton.next_power_of_2(query_heads // kv_heads))
         grid = (step.decodes, kv_heads, splits)
-        self._launch(grid, query, key_pool, value_pool, out, plan, tile, splits, None)
+        self._launch(grid, query, pool, out, plan, tile, splits, None)
         if plan.parts is not None:
             join_splits[(step.decodes * query_heads,)](
                 *plan.parts, out, HEAD_DIM=head_dim, WIDE_DIM=_wide(head_dim), SPLITS=splits
             )
 
     def _attend_chunks(
-        self,
-        query: torch.Tensor,
-        key_pool: torch.Tensor,
-        value_pool: torch.Tensor,
-        out: torch.Tensor,
-        plan: TritonPlan,
+        self, query: torch.Tensor, pool: KvPool, out: torch.Tensor, plan: TritonPlan
     ) -> None:
-        kv_heads = key_pool.shape[2]
+        kv_heads = pool.keys.shape[2]
         group = query.shape[1] // kv_heads
         tile = max(CHUNK_TILE, triton.next_power_of_2(group))
         if plan.tiles is None:
             plan.tiles = _cut(plan.step, tile // group, query.device)
         grid = (len(plan.tiles.sequences), kv_heads, 1)
-        self._launch(grid, query, key_pool, value_pool, out, plan, tile, 1, plan.tiles)
+        self._launch(grid, query, pool, out, plan, tile, 1, plan.tiles)
 
     def _launch(
         self,
         grid: tuple[int, int, int],
         query: torch.Tensor,
-        key_pool: torch.Tensor,
-        value_pool: torch.Tensor,
+        pool: KvPool,
         out: torch.Tensor,
         plan: TritonPlan,
         tile: int,
@@ -162,8 +144,8 @@ class TritonBackend(AttentionBackend[TritonPlan]):
         step = plan.step
         head_dim = query.shape[2]
         assert query.stride()[1:] == (head_dim, 1), "heads lie side by side"
-        assert key_pool.is_contiguous()
-        assert value_pool.is_contiguous()
+        assert pool.keys.is_contiguous()
+        assert pool.values.is_contiguous()
         assert step.block_table.stride(1) == 1
         wide = _wide(head_dim)
         # Pointers that a variant does not read must still be valid.
@@ -171,8 +153,7 @@ class TritonBackend(AttentionBackend[TritonPlan]):
         sequences, first_rows = tiles or (step.seq_lens, step.seq_lens)
         paged_attention[grid](
             query,
-            key_pool,
-            value_pool,
+            *pool,
             out,
             *parts,
             step.block_table,
@@ -183,8 +164,8 @@ class TritonBackend(AttentionBackend[TritonPlan]):
             math.log2(math.e) / math.sqrt(head_dim),
             query.stride(0),
             step.block_table.stride(0),
-            GROUP=query.shape[1] // key_pool.shape[2],
-            KV_HEADS=key_pool.shape[2],
+            GROUP=query.shape[1] // pool.keys.shape[2],
+            KV_HEADS=pool.keys.shape[2],
             HEAD_DIM=head_dim,
             WIDE_DIM=wide,
             BLOCK_SIZE=step.block_size,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import rms_norm, silu
 
-from worker.attention.base import AttentionBackend
+from worker.attention.base import AttentionBackend, KvPool, Rows
 from worker.models.config import ModelConfig, UnsupportedModel
 from worker.models.linear import Linear, Projection, quickest
 
@@ -94,7 +94,7 @@ class LlamaModel:
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        pools: list[tuple[torch.Tensor, torch.Tensor]],
+        pools: list[KvPool],
         backend: AttentionBackend[object],
         plan: object,
         logit_rows: torch.Tensor,
@@ -102,8 +102,7 @@ class LlamaModel:
         """One step.
 
         token_ids, positions  [rows]
-        pools                 per layer keys and values `[blocks + 1, block_size, kv_heads,
-                              head_dim]`; the rows' keys and values are written to them
+        pools                 per layer; the rows' keys and values are written to them
         plan                  of `backend`, for these rows
         logit_rows            [sampled] rows whose next token is sampled
         Returns logits        [sampled, vocabulary] in fp32
@@ -116,7 +115,7 @@ class LlamaModel:
         angles = positions[:, None].float() * self._inverse_frequencies
         cos, sin = angles.cos()[:, None, :], angles.sin()[:, None, :]
         x = self.embedding.index_select(0, token_ids)
-        for layer, (key_pool, value_pool) in zip(self.layers, pools, strict=True):
+        for layer, pool in zip(self.layers, pools, strict=True):
             qkv = layer.qkv(self._normed(x, layer.attention_norm))
             heads = qkv[:, : query_size + key_size].view(rows, rotated_heads, config.head_dim)
             if layer.query_norm is not None and layer.key_norm is not None:
@@ -124,12 +123,10 @@ class LlamaModel:
                 key = self._normed(heads[:, config.query_heads :], layer.key_norm)
                 heads = torch.cat((query, key), dim=1)
             heads = _rotate(heads, cos, sin)
+            value = qkv[:, query_size + key_size :].view(rows, config.kv_heads, config.head_dim)
             attended = backend.attend(
-                heads[:, : config.query_heads],
-                heads[:, config.query_heads :],
-                qkv[:, query_size + key_size :].view(rows, config.kv_heads, config.head_dim),
-                key_pool,
-                value_pool,
+                Rows(heads[:, : config.query_heads], heads[:, config.query_heads :], value),
+                pool,
                 plan,
             )
             x = x + layer.output(attended.reshape(rows, query_size))

@@ -81,11 +81,6 @@ class ChainSet:
         """Blocks that are ready."""
         return self._ready
 
-    @property
-    def occupied(self) -> int:
-        """Places in use, including those of blocks that are not ready."""
-        return len(self._entries)
-
     def get(self, block_hash: bytes) -> Entry | None:
         """The entry of a hash, ready or not."""
         return self._entries.get(block_hash)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-Pools = list[tuple[torch.Tensor, torch.Tensor]]
+from worker.attention.base import KvPool
 
 
 class TorchCopies:
@@ -20,7 +20,7 @@ class TorchCopies:
     Raises MemoryError if host memory does not suffice.
     """
 
-    def __init__(self, pools: Pools, places: int) -> None:
+    def __init__(self, pools: list[KvPool], places: int) -> None:
         first = pools[0][0]
         self._pools = pools
         self._device = first.device
