@@ -177,7 +177,8 @@ async def test_two_changes_of_weights_never_run_at_once_whichever_process_is_ask
         first = asyncio.create_task(rigs[1].post("/admin/weights", {"model": "/m/1"}))
         await asyncio.wait_for(begun.wait(), 10)
         for rig in rigs:
-            status, _, body = await rig.post("/admin/weights", {"model": "/m/2"})
+            asking = rig.post("/admin/weights", {"model": "/m/2"})
+            status, _, body = await asyncio.wait_for(asking, 10)
             assert status == 409
             assert "another change of weights is running" in body["error"]["message"]
         go_on.set()

@@ -110,13 +110,6 @@ def until(true: Callable[[], Any], what: str, timeout_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def free_port() -> int:
-    """A port that nobody listens on right now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
