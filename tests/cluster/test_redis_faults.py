@@ -210,7 +210,7 @@ async def test_a_changed_password_is_named_without_it(own_valkey: ValkeyServer, 
                 await _kill_clients(own_valkey, PASSWORD)
                 await asyncio.sleep(0.05)
         for status in (publisher.status, follower.status):
-            await picture.until(lambda: "STEMROUTE_REDIS_PASSWORD" in follower.status.reason)
+            await picture.until(lambda status=status: "STEMROUTE_REDIS_PASSWORD" in status.reason)
             assert PASSWORD not in status.reason
         await _kill_clients(own_valkey, PASSWORD, "CONFIG", "SET", "requirepass", "")
         await goes_on(publisher, picture)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 from contextlib import contextmanager
 
@@ -12,12 +11,7 @@ import redis
 
 from tests.helm.rendering import container, environment, one, render, secrets_of
 from tests.helm.value_sets import VALKEY_PASSWORD
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from tests.ports import free_port
 
 
 @pytest.fixture

@@ -47,22 +47,18 @@ def test_what_is_on_this_machine(url: str, here: bool) -> None:
     assert is_loopback(url) is here
 
 
-async def test_status_asks_this_machine_past_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("command", "found"), [("status", "w0"), ("doctor", "answers at http://")])
+async def test_this_machine_is_asked_past_a_proxy(
+    monkeypatch: pytest.MonkeyPatch, command: str, found: str
+) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("NO_PROXY", "no_proxy"):  # else the environment alone would make it pass
+        monkeypatch.delenv(name, raising=False)
     async with Rig() as rig:
         url = rig.gateway.url.removeprefix("http://")
-        result = await asyncio.to_thread(CliRunner().invoke, app, ["status", "--url", url])
-        assert "w0" in result.output, result.output
-
-
-async def test_doctor_asks_this_machine_past_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:1")
-    async with Rig() as rig:
-        url = rig.gateway.url.removeprefix("http://")
-        result = await asyncio.to_thread(CliRunner().invoke, app, ["doctor", "--url", url])
-        assert f"answers at http://{url}" in result.output, result.output
+        result = await asyncio.to_thread(CliRunner().invoke, app, [command, "--url", url])
+        assert found in result.output, result.output
 
 
 def test_every_local_cluster_has_a_pool_and_a_secret_of_its_own() -> None:

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from cluster.protocol import Load
 from ops.cli import app
-from ops.status import cache_table
+from ops.status import cache_table, encoder_line
 from tests.router.support import Rig, report
 from tests.router.test_worker_admin import VIEW, changing, telling
 
@@ -36,6 +36,12 @@ def test_a_worker_that_did_nothing_yet_has_no_ratio():
     assert text.splitlines()[1].split()[5:8] == ["-", "4/0/0", "-"]
 
 
+def test_the_encoder_of_a_model_in_one_line():
+    info = {"model": "m", "library": "tokenizers", "version": "1.2", "reason": "it differs"}
+    assert encoder_line(info) == "m: prompts are encoded by tokenizers 1.2, because it differs"
+    assert encoder_line({**info, "reason": ""}) == "m: prompts are encoded by tokenizers 1.2"
+
+
 async def test_the_commands_ask_a_gateway():
     async with Rig() as rig:
         order = []
@@ -46,8 +52,10 @@ async def test_the_commands_ask_a_gateway():
             command = [*arguments, "--url", rig.gateway.url]
             return asyncio.to_thread(CliRunner().invoke, app, command)
 
+        await rig.complete()  # the gateway fetches the tokenizer
         status = await run("status")
         assert "w0" in status.output
+        assert "tiny: prompts are encoded by fastokens" in status.output
         assert "4/0/0" in status.output
         changed = await run("reload", "--model", "/m/next")
         assert (changed.exit_code, order) == (0, [("w0", "/m/next", True)])

@@ -15,6 +15,7 @@ from router.admin import Admin
 from router.combined import labelled
 from router.siblings import Siblings
 from tests.router.support import Rig, card
+from tests.router.test_worker_admin import changing
 
 
 @contextlib.asynccontextmanager
@@ -174,6 +175,31 @@ async def test_a_flush_waits_for_the_index_of_every_process(tmp_path, monkeypatc
             rigs[1].fleet.on_card(worker.card(epoch=5))
         status, _, body = await asyncio.wait_for(waiting, 10)
         assert (status, body) == (200, {"workers": {"w0": 5, "w1": 5}})
+
+
+async def test_two_changes_of_weights_never_run_at_once_whichever_process_is_asked(tmp_path):
+    async with processes(tmp_path) as rigs:
+        order, begun, go_on = [], asyncio.Event(), asyncio.Event()
+        for worker in rigs[0].workers:
+            change = changing(order, worker)
+
+            async def slow(request, change=change):
+                begun.set()
+                await go_on.wait()
+                return await change(request)
+
+            worker.others["POST /admin/weights"] = slow
+        first = asyncio.create_task(rigs[1].post("/admin/weights", {"model": "/m/1"}))
+        await asyncio.wait_for(begun.wait(), 10)
+        for rig in rigs:
+            asking = rig.post("/admin/weights", {"model": "/m/2"})
+            status, _, body = await asyncio.wait_for(asking, 10)
+            assert status == 409
+            assert "another change of weights is running" in body["error"]["message"]
+        go_on.set()
+        status, _, body = await first
+        assert (status, [each["worker"] for each in body["workers"]]) == (200, ["w0", "w1"])
+        assert order == [("w0", "/m/1"), ("w1", "/m/1")]
 
 
 async def test_a_flush_that_another_process_does_not_see_is_a_504(tmp_path, monkeypatch):

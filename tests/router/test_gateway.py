@@ -1,6 +1,7 @@
 """The gateway's own answers: errors with status and sentence, models, readiness, metrics, keys."""
 
 import asyncio
+import gc
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from cluster.blocks import unpack_tokens
 from cluster.protocol import Load
 from cluster.settings import GatewaySettings, Settings
+from router.background import SWITCH_INTERVAL_S
 from router.gateway import Gateway, serve_gateway
 from router.policies import PolicyError
 from tests.router.support import NAMESPACE, FakeFollower, Rig, card, report
@@ -373,16 +375,37 @@ async def test_a_taken_port_is_an_error_and_leaves_nothing():
         await second.stop()
 
 
+async def test_the_setting_bounds_the_messages_of_a_chat():
+    async with Rig(max_messages=2) as rig:
+        for count, expected in ((2, 200), (3, 400)):
+            body = {"model": "tiny", "messages": HELLO["messages"] * count}
+            status, _, answer = await rig.post("/v1/chat/completions", body)
+            assert status == expected
+        assert "3 messages: send at most 2 (gateway.max_messages)" in answer["error"]["message"]
+
+
 def test_an_unknown_policy_is_named_before_anything_starts():
     with pytest.raises(PolicyError, match="there is no policy 'best'"):
         Gateway(Settings(gateway=GatewaySettings(policy="best")), FakeFollower)
 
 
+@pytest.fixture
+def interpreter():
+    """What a gateway sets for its whole process does not stay for other tests."""
+    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    yield
+    sys.setswitchinterval(interval)
+    gc.set_threshold(*thresholds)
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("interpreter")
 async def test_serve_gateway_tells_its_url_and_ends_when_cancelled():
     ready = asyncio.get_running_loop().create_future()
     settings = Settings(redis_url="redis://127.0.0.1:1/0", gateway=GatewaySettings(port=0))
     serving = asyncio.create_task(serve_gateway(settings, ready=ready.set_result))
     url = await asyncio.wait_for(ready, 20)
+    assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
     async with aiohttp.ClientSession() as http:
         async with http.get(f"{url}/health") as answer:
             assert answer.status == 200

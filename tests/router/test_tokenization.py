@@ -12,10 +12,12 @@ from cluster.blocks import hash_blocks, unpack_tokens
 from cluster.protocol import RequestError
 from router.background import Background
 from router.chat_template import MAX_DEPTH
+from router.known_texts import RUN_CHARACTERS
 from router.openai_api import ApiRequest
 from router.tokenization import AT_ONCE_BYTES, TOOLS_GROWTH, Encoder, Tokenization
 from tests.real_tokenizer import smollm2
 from tests.router.support import BLOCK_SIZE, NAMESPACE, TOKENIZER, card, model_info
+from tests.router.test_encoding import encoders
 from worker.weights import MissingModel
 
 SECRET = b"secret"
@@ -153,6 +155,25 @@ async def test_what_cannot_fit_by_its_size_is_refused_before_it_is_encoded(make,
     text = "x" * (20 * longest)
     with pytest.raises(RequestError, match="the prompt has at least 20 and") as refusal:
         await tokenization.prompt(asked(text=text), encoder, NAMESPACE, 10)
+    assert refusal.value.code == "context_length_exceeded"
+
+
+async def test_runs_that_each_fit_do_not_hide_that_the_whole_does_not(make, monkeypatch):
+    template = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
+    info = model_info(tokenizer_json=encoders("GPT-2")[0].to_str(), chat_template=template)
+    tokenization = make(info)
+    encoder = await tokenization.encoder([card()])
+
+    def encode(*_):
+        raise AssertionError("it was encoded")
+
+    monkeypatch.setattr("router.encoding._encode_fast", encode)
+    run = "x" * RUN_CHARACTERS
+    with pytest.raises(AssertionError, match="it was encoded"):
+        await tokenization.prompt(asked(messages=say(run)), encoder, NAMESPACE, RUN_CHARACTERS)
+    many = asked(messages=say(*[run] * 100))
+    with pytest.raises(RequestError, match="the prompt has at least") as refusal:
+        await tokenization.prompt(many, encoder, NAMESPACE, RUN_CHARACTERS)
     assert refusal.value.code == "context_length_exceeded"
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.ports import free_port
 from tests.system.processes import alive, end_all
-from tests.system.test_up import free_port, until
+from tests.system.test_up import until
 from tests.tiny_model import write_tiny_llama
 
 pytestmark = pytest.mark.timeout(240)

@@ -110,13 +110,6 @@ def until(true: Callable[[], Any], what: str, timeout_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def free_port() -> int:
-    """A port that nobody listens on right now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
@@ -244,7 +237,6 @@ def test_a_killed_worker_is_replaced_and_the_other_serves_meanwhile(up: Up, vict
     below = descendants(up.process.pid)
     replicas = [pid for pid, command in below.items() if "ServeReplica" in command]
     owner = next(pid for pid in replicas if engine in descendants(pid))
-    killed_at = time.monotonic()
     os.kill(engine if victim == "engine" else owner, signal.SIGKILL)
     served = {up.ask(f"question {n}").status_code for n in range(6)}
     assert served == {200}
@@ -256,7 +248,6 @@ def test_a_killed_worker_is_replaced_and_the_other_serves_meanwhile(up: Up, vict
 
     if victim == "replica":
         until(gone, "its blocks are gone within the lease", LEASE_S + 5)
-        assert time.monotonic() - killed_at < LEASE_S + 8
     until(lambda: len(up.workers()) == 2, "Ray has replaced it", 90)
     until(gone, "the dead one is forgotten")
     until(lambda: not alive(engine), "no engine outlives its replica", 10)

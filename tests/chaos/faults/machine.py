@@ -20,7 +20,7 @@ FILLER_BYTES = 4096
 )
 async def disk_full(rig: Rig, seconds: float) -> Result:
     """The tier stores nothing more meanwhile; requests do not notice."""
-    filler = rig.disk / "filler"
+    filler, notes = rig.disk / "filler", list[str]()
 
     def fill() -> None:
         with filler.open("wb", buffering=0) as file:
@@ -32,15 +32,12 @@ async def disk_full(rig: Rig, seconds: float) -> Result:
 
     async def strike() -> None:
         await asyncio.to_thread(fill)
-        result_notes.append(
-            f"{os.statvfs(rig.disk).f_bavail} free file system blocks at the strike"
-        )
+        notes.append(f"{os.statvfs(rig.disk).f_bavail} free file system blocks at the strike")
         await asyncio.sleep(HOLD * seconds)
         filler.unlink()
 
-    result_notes: list[str] = []
     result = await drive(rig, seconds, strike)
-    result.notes += result_notes
+    result.notes += notes
     return result
 
 

@@ -52,9 +52,7 @@ async def overload(rig: Rig, seconds: float, times: float) -> Result:
 
         calm = await offer(USUAL)
         usual_s = p99(_first_bytes(calm))
-        offered = asyncio.create_task(
-            replay(client, streams, rate=times * fits(rig), seconds=seconds, patience_s=PATIENCE_S)
-        )
+        offered = asyncio.create_task(offer(times))
         try:
             await asyncio.sleep(seconds)
             result.recovery_s = await _until_usual(rig, client, max(usual_s, STEP_S))

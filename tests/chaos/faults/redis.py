@@ -42,7 +42,8 @@ async def _hold(
         await asyncio.to_thread(end)
 
     result = await drive(rig, seconds, strike)
-    if said and (told_s or HOLD * seconds) > BACK_S:
+    waited_s = HOLD * seconds if told_s is None else told_s
+    if said and waited_s > BACK_S:
         result.misses.append(f"/ready did not say within {BACK_S:g} s that {said}")
     if told_s is not None:
         result.notes.append(f"/ready said after {told_s:.1f} s that {said}")
