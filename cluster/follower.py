@@ -224,7 +224,7 @@ class Follower:
         if now - self._memory_checked_at < MEMORY_CHECK_S:
             return
         self._memory_checked_at = now
-        with contextlib.suppress(NoPermissionError):
+        with contextlib.suppress(ResponseError):  # not permitted, or not offered
             self._memory.look(await self._reader.info("memory", "stats"), now)
 
     async def _look_after_silent(self) -> None:

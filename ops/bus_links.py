@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import httpx
 import msgspec
 import redis.asyncio as aioredis
-from redis.exceptions import NoPermissionError, RedisError, ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from cluster.blocks import Namespace, split_hashes
 from cluster.bus import BusKeys
@@ -134,7 +134,7 @@ class BusLinks:
                 "gateways no longer learn of their load and caches",
             ) from error
         memory = MemoryWatch()
-        with contextlib.suppress(NoPermissionError):
+        with contextlib.suppress(ResponseError):  # not permitted, or not offered
             memory.look({"evicted_keys": 0}, 0.0)
             memory.look(await self._redis.info("memory", "stats"), 0.0)
         if memory.warning:
