@@ -4,8 +4,9 @@
     redis+sentinel://[[user]:password@]host[:port][,host[:port]...]/service[/db]
     unix://[[user]:password@]/path[?db=0]
 
-`rediss` in place of `redis` is TLS. User and password are percent-encoded. The options are those of
-redis-py in OPTIONS, and with TLS those that begin with `ssl_`. No error and nothing shown contains a user or a password.
+`rediss` in place of `redis` is TLS. User and password are percent-encoded. The options are OPTIONS,
+and with TLS also TLS_OPTIONS, as redis-py reads them. No error and nothing shown contains a user or
+a password.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ def trouble(error: Exception) -> str:
             )
         case AuthenticationError() | AuthorizationError():
             return (
-                f"Redis refuses user or password ({_said(error)}): correct STEMROUTE_REDIS_PASSWORD or "
-                "STEMROUTE_REDIS_URL"
+                f"Redis refuses user or password ({_said(error)}): correct "
+                "STEMROUTE_REDIS_PASSWORD or STEMROUTE_REDIS_URL"
             )
         case NoPermissionError():
             return f"the Redis user lacks a permission: {_said(error)}"
