@@ -31,7 +31,6 @@ class PoolRecord:
 
     def __init__(self, redis_url: str, pool: str, *, timeout_s: float) -> None:
         self._keys = BusKeys(pool)
-        self._redis = connect(redis_url, timeout_s=timeout_s, key=self._keys.workers)
         self._weights = self._keys.prefix + "weights"
         self._redis = connect(redis_url, timeout_s=timeout_s, key=self._weights)
 
