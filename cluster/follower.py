@@ -269,7 +269,7 @@ def _order(entry_id: bytes) -> tuple[int, int]:
     return int(milliseconds), int(count)
 
 
-def _number(raw: bytes) -> int:
+def _number(raw: bytes | str) -> int:
     """A field of a card's hash; 0 where it is no number: the card then shows what is wrong."""
     return int(raw) if raw.isdigit() else 0
 

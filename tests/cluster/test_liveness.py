@@ -34,7 +34,7 @@ async def test_a_worker_that_is_being_asked_is_no_reason_to_drop_the_next() -> N
     assert liveness.decide(["b"], bus_fails=False) == []
     probe.answer.set()
     async with asyncio.timeout(10):
-        while sorted(following.kept) != ["a", "b"]:
+        while sorted(following.kept) != ["a", "b"]:  # noqa: ASYNC110
             await asyncio.sleep(0)
     assert sorted(probe.asked) == ["a", "b"]
     await liveness.close()
