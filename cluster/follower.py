@@ -176,7 +176,7 @@ class Follower:
             fields, *sets = await pipe.execute()
             if fields.get(b"epoch") == epoch_raw:
                 sequence, card = fields.get(b"sequence", b""), fields.get(b"card", b"")
-                return Held(_number(epoch_raw), _number(sequence), card, *map(list, sets))
+                return Held(card_number(epoch_raw), card_number(sequence), card, *map(list, sets))
 
     async def _look_at_reports(self) -> None:
         """Where workers do not report, find out whether Redis takes writes."""
@@ -269,7 +269,7 @@ def _order(entry_id: bytes) -> tuple[int, int]:
     return int(milliseconds), int(count)
 
 
-def _number(raw: bytes | str) -> int:
+def card_number(raw: bytes | str) -> int:
     """A field of a card's hash; 0 where it is no number: the card then shows what is wrong."""
     return int(raw) if raw.isdigit() else 0
 
