@@ -175,9 +175,8 @@ class Follower:
                 pipe.smembers(key)
             fields, *sets = await pipe.execute()
             if fields.get(b"epoch") == epoch_raw:
-                return Held(
-                    int(epoch_raw), int(fields[b"sequence"]), fields[b"card"], *map(list, sets)
-                )
+                sequence, card = fields.get(b"sequence", b""), fields.get(b"card", b"")
+                return Held(card_number(epoch_raw), card_number(sequence), card, *map(list, sets))
 
     async def _look_at_reports(self) -> None:
         """Where workers do not report, find out whether Redis takes writes."""
@@ -224,7 +223,7 @@ class Follower:
         if now - self._memory_checked_at < MEMORY_CHECK_S:
             return
         self._memory_checked_at = now
-        with contextlib.suppress(NoPermissionError):
+        with contextlib.suppress(ResponseError):  # not permitted, or not offered
             self._memory.look(await self._reader.info("memory", "stats"), now)
 
     async def _look_after_silent(self) -> None:
@@ -268,6 +267,11 @@ def _order(entry_id: bytes) -> tuple[int, int]:
     """A stream entry's id, to compare: milliseconds, and a count within."""
     milliseconds, _, count = entry_id.partition(b"-")
     return int(milliseconds), int(count)
+
+
+def card_number(raw: bytes | str) -> int:
+    """A field of a card's hash; 0 where it is no number: the card then shows what is wrong."""
+    return int(raw) if raw.isdigit() else 0
 
 
 def _text(raw: bytes | str) -> str:

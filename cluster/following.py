@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from enum import Enum
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from cluster.agreement import Agreement
+from cluster.blocks import HASH_BYTES
 from cluster.card_check import Envelope, card_problem, version_problem, wrong_version
 from cluster.protocol import PROTOCOL_VERSION, ColdReport, Load, Report, WorkerCard, WorkerState
+from cluster.tracker import Tracker, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -74,47 +75,6 @@ class Need(NamedTuple):
     worker: str
     report: Report | None
     repair: bool
-
-
-class Verdict(Enum):
-    """What to do with a report."""
-
-    APPLY = "apply"
-    IGNORE = "ignore"
-    SNAPSHOT = "snapshot"
-
-
-class Tracker:
-    """Where a follower stands with one worker: epoch and sequence of what it knows.
-
-    Epochs only grow. Within an epoch reports apply in order without holes; whatever else
-    happens (a lost, late or repeated report, a later epoch) ends in APPLY of the next report in
-    line, IGNORE of an old one, or SNAPSHOT.
-    """
-
-    def __init__(self) -> None:
-        self.epoch = -1
-        self.sequence = 0
-        self.gaps = 0
-
-    def snapshot(self, epoch: int, sequence: int) -> bool:
-        """A whole set was read. False where it is older than what is known: drop it."""
-        if (epoch, sequence) < (self.epoch, self.sequence):
-            return False
-        self.epoch, self.sequence = epoch, sequence
-        return True
-
-    def offer(self, epoch: int, sequence: int, *, resync: bool) -> Verdict:
-        """Judge a report; APPLY also takes note of it."""
-        if epoch < self.epoch or (epoch == self.epoch and sequence <= self.sequence):
-            return Verdict.IGNORE
-        if epoch > self.epoch:
-            return Verdict.SNAPSHOT
-        if sequence == self.sequence + 1 and not resync:
-            self.sequence = sequence
-            return Verdict.APPLY
-        self.gaps += sequence != self.sequence + 1
-        return Verdict.SNAPSHOT
 
 
 class _Known:
@@ -209,6 +169,9 @@ class Following:
         worker = report.worker
         if report.version != PROTOCOL_VERSION:
             self._refuse(worker, report.epoch, wrong_version(report.version))
+            return None
+        if not _has_whole_hashes(report):
+            self._unreadable(raw, f"its reports have hashes that are not of {HASH_BYTES} bytes")
             return None
         known = self._workers.get(worker)
         if report.state == "gone":
@@ -402,6 +365,13 @@ class Following:
     def _forget(self, worker: str, reason: str) -> None:
         del self._workers[worker]
         self._sink.on_gone(worker, reason)
+
+
+def _has_whole_hashes(report: Report) -> bool:
+    joined = [report.stored, report.evicted]
+    if isinstance(cold := report.cold, ColdReport):
+        joined += [cold.cpu_stored, cold.cpu_evicted, cold.disk_stored, cold.disk_evicted]
+    return not any(len(hashes) % HASH_BYTES for hashes in joined)
 
 
 def _without_changes(report: Report) -> Report:

@@ -63,10 +63,11 @@ class Liveness:
         bus_fails   Redis takes no writes, or no worker reports
         """
         gone = []
+        without_lease = {*lapsed, *self._asking}
         for worker in lapsed:
             card = self._following.card(worker)
             if self._probe is None or not (
-                bus_fails or not self._following.reports_of(card.model, but=lapsed)
+                bus_fails or not self._following.reports_of(card.model, but=without_lease)
             ):
                 self._following.answer_silence(worker, has_lease=False, now=self._clock())
                 gone.append(worker)

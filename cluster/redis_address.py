@@ -4,22 +4,34 @@
     redis+sentinel://[[user]:password@]host[:port][,host[:port]...]/service[/db]
     unix://[[user]:password@]/path[?db=0]
 
-`rediss` in place of `redis` is TLS. User and password are percent-encoded. The options are those of
-redis-py, such as `ssl_cert_reqs=none`. No error and nothing shown contains a user or a password.
+`rediss` in place of `redis` is TLS. User and password are percent-encoded. The options are OPTIONS,
+and with TLS also TLS_OPTIONS, as redis-py reads them. No error and nothing shown contains a user or
+a password.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 from urllib.parse import quote, unquote
 
 import msgspec
-from redis.asyncio.connection import parse_url
+from redis.asyncio.connection import SSLConnection, parse_url
 
 REDIS_PORT = 6379
 SENTINEL_PORT = 26379
 
 SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "unix")
+
+OPTIONS = (
+    *("db", "username", "password", "client_name", "protocol", "max_connections"),
+    *("health_check_interval", "retry_on_timeout"),
+    *("socket_keepalive", "socket_timeout", "socket_connect_timeout"),
+)
+
+TLS_OPTIONS = tuple(
+    name for name in inspect.signature(SSLConnection).parameters if name.startswith("ssl_")
+)
 
 
 class RedisAddressError(ValueError):
@@ -58,7 +70,7 @@ def parse_redis_url(url: str) -> RedisAddress:
             "(%2F, %3F, %23), or set the password as STEMROUTE_REDIS_PASSWORD instead"
         )
     userinfo, _, places = authority.rpartition("@")
-    options = _options("rediss" if scheme.startswith("rediss") else "redis", tail)
+    options = _options(tail, tls=scheme.startswith("rediss"))
     user, _, password = userinfo.partition(":")
     if user:
         options["username"] = unquote(user)
@@ -66,6 +78,11 @@ def parse_redis_url(url: str) -> RedisAddress:
         options["password"] = unquote(password)
     path = tail.partition("?")[0].partition("#")[0]
     if scheme == "unix":
+        if places:
+            raise RedisAddressError(
+                "a Redis URL with unix:// has no host: unix:///PATH, or unix://:PASSWORD@/PATH "
+                "with a percent-encoded password"
+            )
         return RedisAddress(
             hosts=(),
             service="",
@@ -105,14 +122,17 @@ def with_password(url: str, password: str) -> str:
     return f"{scheme}://{quote(user, safe='')}:{quote(password, safe='')}@{places}{rest[end:]}"
 
 
-def _options(scheme: str, tail: str) -> dict[str, Any]:
+def _options(tail: str, *, tls: bool) -> dict[str, Any]:
     query = tail.partition("?")[2].partition("#")[0]
     try:
-        options: dict[str, Any] = dict(parse_url(f"{scheme}://host?{query}"))
+        options: dict[str, Any] = dict(parse_url(f"redis://?{query}"))
     except ValueError:
         raise RedisAddressError("an option of the Redis URL has no valid value") from None
-    for name in ("host", "connection_class"):
-        options.pop(name, None)
+    known = OPTIONS + TLS_OPTIONS if tls else OPTIONS
+    if not options.keys() <= set(known):
+        raise RedisAddressError(
+            f"an option of the Redis URL is unknown; known are {', '.join(known)}"
+        )
     return options
 
 

@@ -71,7 +71,7 @@ def connect(url: str, *, timeout_s: float, key: str = "") -> aioredis.Redis:
 
 
 def trouble(error: Exception) -> str:
-    """What an error of Redis means, in words, with what to do."""
+    """What an error of Redis means, in words, with what to do. Contains no password."""
     match error:
         case ReadOnlyError():
             return (
@@ -84,23 +84,29 @@ def trouble(error: Exception) -> str:
             )
         case AuthenticationError() | AuthorizationError():
             return (
-                f"Redis refuses user or password ({error}): correct STEMROUTE_REDIS_PASSWORD or "
-                "STEMROUTE_REDIS_URL"
+                f"Redis refuses user or password ({_said(error)}): correct "
+                "STEMROUTE_REDIS_PASSWORD or STEMROUTE_REDIS_URL"
             )
         case NoPermissionError():
-            return f"the Redis user lacks a permission: {error}"
+            return f"the Redis user lacks a permission: {_said(error)}"
         case MovedError():
             return f"the pool's keys have moved to the cluster node {error.host}:{error.port}"
         case AskError() | TryAgainError():
             return "Redis Cluster is moving the pool's keys to another node"
         case ClusterDownError():
-            return f"Redis Cluster does not serve the pool's keys: {error}"
+            return f"Redis Cluster does not serve the pool's keys: {_said(error)}"
         case BusyLoadingError():
             return "Redis is loading its data"
         case ResponseError():
-            return f"Redis refuses a command: {error}"
+            return f"Redis refuses a command: {_said(error)}"
         case _:
-            return f"Redis cannot be reached: {str(error) or repr(error)}"
+            return f"Redis cannot be reached: {_said(error)}"
+
+
+def _said(error: Exception) -> str:
+    """The text of an error, without the arguments of an unknown command: they hold the password
+    where HELLO or AUTH is the unknown one."""
+    return str(error).partition(", with args beginning with")[0] or repr(error)
 
 
 class Locator:
@@ -139,7 +145,7 @@ class Locator:
             try:
                 answer = await self._ask(host, port)
             except (RedisError, OSError, TimeoutError) as error:
-                problems.append(f"{host}:{port}: {str(error) or repr(error)}")
+                problems.append(f"{host}:{port}: {_said(error)}")
                 continue
             if answer:
                 self._turn = turn
@@ -239,11 +245,12 @@ class _ToPrimary(Connection):
             raise
 
     async def _role(self) -> Any:
-        """None where this user may not ask for it: a replica is noticed at the first write then."""
+        """None where the server does not tell this user: a replica is noticed at the first write
+        then."""
         await self.send_command("ROLE", check_health=False)
         try:
             return await self.read_response()
-        except NoPermissionError:
+        except ResponseError:  # not permitted, or not offered, as by some proxies
             return None
 
     async def _check_key(self) -> None:

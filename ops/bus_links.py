@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import httpx
 import msgspec
 import redis.asyncio as aioredis
-from redis.exceptions import NoPermissionError, RedisError, ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from cluster.blocks import Namespace, split_hashes
 from cluster.bus import BusKeys
 from cluster.card_check import card_problem
-from cluster.follower import NO_ENTRY, stream_entries
+from cluster.follower import NO_ENTRY, card_number, stream_entries
 from cluster.protocol import PROTOCOL_VERSION, BlockList, WorkerCard
 from cluster.redis_client import trouble
 from cluster.redis_memory import MemoryWatch
@@ -86,13 +86,7 @@ class BusLinks:
 
     async def listing(self, card: WorkerCard) -> BlockList:
         """What the worker caches, by its own word. Raises Broken where it does not answer."""
-        try:
-            answer = await self._workers.get(f"{card.address}/blocks")
-        except httpx.HTTPError as error:
-            raise Broken(
-                f"{card.worker} cannot be reached at {card.address} ({error!r})",
-                "gateways must reach that address: set worker.advertise_host, open the port",
-            ) from error
+        answer = await self._ask(card, "blocks")
         if answer.status_code == 401:
             raise Broken(
                 f"{card.worker} refuses this pool's token",
@@ -103,7 +97,22 @@ class BusLinks:
                 f"{card.worker} does not list its blocks: status {answer.status_code}",
                 f"see the log of {card.worker}",
             )
-        return msgspec.msgpack.decode(answer.content, type=BlockList)
+        try:
+            return msgspec.msgpack.decode(answer.content, type=BlockList)
+        except msgspec.DecodeError as error:
+            raise Broken(
+                f"the list of {card.worker}'s blocks cannot be read: {error}",
+                f"see whether another server listens at {card.address}",
+            ) from error
+
+    async def _ask(self, card: WorkerCard, path: str) -> httpx.Response:
+        try:
+            return await self._workers.get(f"{card.address}/{path}")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise Broken(
+                f"{card.worker} cannot be reached at {card.address} ({error!r})",
+                "gateways must reach that address: set worker.advertise_host, open the port",
+            ) from error
 
     async def _redis_link(self) -> str:
         if self._client is None:
@@ -134,7 +143,7 @@ class BusLinks:
                 "gateways no longer learn of their load and caches",
             ) from error
         memory = MemoryWatch()
-        with contextlib.suppress(NoPermissionError):
+        with contextlib.suppress(ResponseError):  # not permitted, or not offered
             memory.look({"evicted_keys": 0}, 0.0)
             memory.look(await self._redis.info("memory", "stats"), 0.0)
         if memory.warning:
@@ -241,7 +250,7 @@ class BusLinks:
         self._need_usable()
         for card in self.usable:
             await self.listing(card)
-            health = await self._workers.get(f"{card.address}/health")
+            health = await self._ask(card, "health")
             if health.status_code != 200:
                 raise Broken(f"{card.worker} is unhealthy: {health.text}", f"restart {card.worker}")
             if unpublished := _bus_trouble(health):
@@ -312,7 +321,11 @@ def _announced(worker: str, fields: dict[bytes, bytes]) -> Announced:
         version = msgspec.json.decode(raw, type=_Version).version
         card = msgspec.json.decode(raw, type=WorkerCard)
     return Announced(
-        worker, int(fields.get(b"epoch", 0)), int(fields.get(b"sequence", 0)), version, card
+        worker,
+        card_number(fields.get(b"epoch", b"")),
+        card_number(fields.get(b"sequence", b"")),
+        version,
+        card,
     )
 
 

@@ -45,7 +45,10 @@ def ask_gateway(
     Ends the command with a message if there is no answer or an error. A POST has no timeout,
     because loading weights takes long.
     """
-    url = base_url(url)
+    try:
+        url = base_url(url)
+    except ValueError as error:
+        fail(str(error))
     headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
     try:
         answer = httpx.request(

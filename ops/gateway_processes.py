@@ -20,13 +20,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 import msgspec
 
 from cluster.settings import Settings, load_settings, settings_environment
+from ops.addresses import listen_address, listen_url
 from ops.signals import until_signal
+from ops.start_stop import StartStop
 
 START_S = 60.0
 STOP_S = 15.0
@@ -45,8 +46,8 @@ class _Child(NamedTuple):
     lifeline: socket.socket
 
 
-class GatewayProcesses:
-    """Starts all processes, and stops all of them. A context manager.
+class GatewayProcesses(StartStop):
+    """Starts all processes, and stops all of them.
 
     url   base URL, once they are ready
     """
@@ -56,22 +57,6 @@ class GatewayProcesses:
         self._settings = settings
         self._parts = contextlib.ExitStack()
         self._children: list[_Child] = []
-
-    def __enter__(self) -> GatewayProcesses:
-        try:
-            self._start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
 
     @property
     def pids(self) -> list[int]:
@@ -100,7 +85,9 @@ class GatewayProcesses:
             self._children.clear()
             self._parts.close()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Returns when all processes are ready. Raises OSError for a port that is taken, and
+        GatewayProcessError where a process does not start."""
         gateway = self._settings.gateway
         reserved = self._parts.enter_context(_reserve(gateway.host, gateway.port))
         host, port = reserved.getsockname()[:2]
@@ -114,7 +101,7 @@ class GatewayProcesses:
         for number in range(gateway.processes):
             self._children.append(_spawn(settings, directory, number))
         self._await_ready()
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.url = listen_url(host, port)
 
     def _await_ready(self) -> None:
         deadline = time.monotonic() + START_S
@@ -155,16 +142,18 @@ class GatewayProcesses:
 
 @contextlib.contextmanager
 def _reserve(host: str, port: int) -> Iterator[socket.socket]:
-    """Hold a port that only processes of this user can share. Raises OSError for a taken one.
+    """Hold a port for processes of this user that share it. Raises OSError for a taken one.
 
     The socket does not listen, so it gets no connections.
     """
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    socket.create_server(address[:2], family=family).close()  # fails where anybody listens
+    family, address = listen_address(host, port)
+    socket.create_server(address, family=family).close()  # fails where anybody listens or reserves
     with socket.socket(family) as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         reserved.bind(address)
+        # that was for connections of a former gateway; from here on, no second one gets the port
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         yield reserved
 
 

@@ -11,6 +11,7 @@ of, and removes the owner's directory and file.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -37,7 +38,7 @@ class KeeperError(RuntimeError):
 class Keeper:
     """The owner's side.
 
-    record      a file to remove with the directory
+    record      file of the owner (`ops.up_record`), removed with the directory
     directory   made here, removed after the owner's end
     redis_url   of Valkey; "" without one
     """
@@ -118,6 +119,7 @@ def main(directory: Path, record: Path, *, valkey: bool) -> None:
     """Run until the owner is gone."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # only the owner's end counts
+    owner = os.getppid()
     orders = _Orders()
     try:
         if valkey:
@@ -129,7 +131,7 @@ def main(directory: Path, record: Path, *, valkey: bool) -> None:
         for pid in orders.pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-        record.unlink(missing_ok=True)
+        _remove_record(record, owner)
         if not orders.keep:
             _remove(directory)
 
@@ -141,9 +143,11 @@ def _run_valkey(directory: Path, orders: _Orders) -> None:
         port = server.port
         print(port, flush=True)
         while not orders.owner_gone.wait(LOOK_S):
-            if server is None or server._process.poll() is not None:
+            if server is not None and server._process.poll() is None:
+                continue
+            if server is not None:
                 print("stemroute: Valkey has ended; restarting it", file=sys.stderr)
-                server = _again(port, directory)
+            server = _again(port, directory)
     except KeeperError as error:
         print(error, flush=True)
     finally:
@@ -173,14 +177,22 @@ def start_valkey(*, directory: Path | None = None, tries: int = 5) -> Any:
 
     trouble = ""
     for _ in range(tries):
-        server = ValkeyServer(save="", data_dir=directory)
         try:
+            server = ValkeyServer(save="", data_dir=directory)
             server.start()
         except (ValkeyServerError, OSError) as error:
             trouble = str(error)
         else:
             return server
     raise KeeperError(f"Valkey cannot start: {trouble}")
+
+
+def _remove_record(record: Path, owner: int) -> None:
+    """Unless another owner has taken over the port, and has written its own."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        if json.loads(record.read_bytes())["pid"] == owner:
+            record.unlink()
+            record.parent.rmdir()  # if it was the last one
 
 
 def _remove(directory: Path) -> None:

@@ -13,13 +13,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 import httpx
 import msgspec
 
 from cluster.settings import Settings, settings_environment
+from ops.addresses import listen_address, listen_url
 from ops.keeper import Keeper, KeeperError
+from ops.start_stop import StartStop
 from ops.up_record import record_path, write_record
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class LocalClusterError(RuntimeError):
     """The cluster cannot start; the message names the part and the reason."""
 
 
-class LocalCluster:
+class LocalCluster(StartStop):
     """Starts every part, and stops every part that it started.
 
     settings   `redis_url` "" starts an embedded Valkey; where pool or secret are at their default,
@@ -56,30 +57,7 @@ class LocalCluster:
     @property
     def url(self) -> str:
         """Base URL of the gateway."""
-        gateway = self.settings.gateway
-        return f"http://{gateway.host}:{gateway.port}"
-
-    @property
-    def gateway_pid(self) -> int:
-        """Process id of the gateway."""
-        assert self._gateway is not None, "start() first"
-        return self._gateway.pid
-
-    def __enter__(self) -> LocalCluster:
-        try:
-            self.start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
+        return listen_url(self.settings.gateway.host, self.settings.gateway.port)
 
     def start(self) -> None:
         """Start Valkey, Ray, workers and gateway. Raises LocalClusterError where one cannot."""
@@ -88,6 +66,7 @@ class LocalCluster:
         self._start_keeper()
         self._start_workers()
         self._start_gateway()
+        self._write_record()  # only now is it sure that the port is this cluster's
 
     def stop(self) -> None:
         """Stop what was started: gateway, workers (draining), Ray, Valkey. Safe to call twice.
@@ -124,7 +103,8 @@ class LocalCluster:
     def _choose_port(self) -> None:
         gateway = self.settings.gateway
         try:
-            with socket.create_server((gateway.host, gateway.port)) as probe:
+            family, address = listen_address(gateway.host, gateway.port)
+            with socket.create_server(address, family=family) as probe:
                 port = probe.getsockname()[1]
         except OSError as error:
             raise LocalClusterError(
@@ -141,12 +121,15 @@ class LocalCluster:
             self._say("starting Valkey")
         try:
             self._keeper = Keeper(record_path(settings.gateway.port), valkey=not settings.redis_url)
-            self.settings = msgspec.structs.replace(
-                settings, redis_url=settings.redis_url or self._keeper.redis_url
-            )
-            write_record(self.settings)
-        except KeeperError as error:
+        except (KeeperError, OSError) as error:
             raise LocalClusterError(str(error)) from error
+        self.settings = msgspec.structs.replace(
+            settings, redis_url=settings.redis_url or self._keeper.redis_url
+        )
+
+    def _write_record(self) -> None:
+        try:
+            write_record(self.settings)
         except OSError as error:
             self._say(f"note: stemroute doctor will not find Redis by itself: {error}")
 
@@ -202,7 +185,7 @@ class LocalCluster:
                 raise LocalClusterError(
                     f"the gateway has ended with exit code {self._gateway.returncode}"
                 )
-            with contextlib.suppress(httpx.HTTPError):
+            with contextlib.suppress(httpx.HTTPError, ValueError):
                 answer = self._get("/ready", headers)
                 if answer.status_code == 200 and self._all_seen():
                     return
@@ -224,10 +207,14 @@ class LocalCluster:
         return httpx.get(self.url + path, headers=headers, timeout=5, trust_env=False)
 
     def _all_seen(self) -> bool:
+        """Whether the gateway is this cluster's, and has all workers. Raises ValueError where
+        another server answers, which was quicker to take the port."""
         headers = {}
         if self.settings.gateway.admin_key:
             headers["Authorization"] = f"Bearer {self.settings.gateway.admin_key}"
         fleet = self._get("/admin/fleet", headers).json()
+        if fleet.get("pool") != self.settings.pool:
+            return False
         ready = [worker for worker in fleet["workers"] if worker["state"] == "ready"]
         return len(ready) >= self.settings.serve.replicas
 

@@ -104,6 +104,7 @@ def doctor(
 
     For a `stemroute up` on this machine, Redis, pool and secret are found by the gateway's port.
     """
+    import httpx
     import msgspec
 
     from ops.doctor import examine, healthy, links_table
@@ -118,7 +119,10 @@ def doctor(
     settings = load_settings(config, flags=flags)
     if record := find_record(url):
         settings = with_record(settings, record)
-    links = asyncio.run(examine(settings, url))
+    try:
+        links = asyncio.run(examine(settings, url))
+    except (httpx.InvalidURL, ValueError) as error:
+        fail(str(error))
     if as_json:
         out.print_json(data=msgspec.to_builtins(links))
     else:

@@ -26,7 +26,8 @@ class UpRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def record_path(port: int) -> Path:
-    """The file of the `up` whose gateway listens on `port`."""
+    """The file of the `up` whose gateway listens on `port`, below XDG_RUNTIME_DIR where that can
+    be used, else below the temporary folder."""
     return _directory() / f"gateway-{port}.json"
 
 
@@ -53,12 +54,12 @@ def find_record(url: str) -> UpRecord | None:
     """What the `up` behind a gateway's URL on this machine has written; None where none has."""
     if not is_loopback(url):
         return None
-    path = record_path(urlsplit(base_url(url)).port or 80)
     try:
+        path = record_path(urlsplit(base_url(url)).port or 80)
         if not _own(path.parent) or not _own(path):
             return None
         return msgspec.json.decode(path.read_bytes(), type=UpRecord)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError):
         return None
 
 
@@ -80,7 +81,7 @@ def with_record(settings: Settings, record: UpRecord) -> Settings:
 
 def _directory() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    if runtime and Path(runtime).is_dir():
+    if runtime and Path(runtime).is_dir() and os.access(runtime, os.W_OK):
         return Path(runtime) / "stemroute"
     return Path(tempfile.gettempdir()) / f"stemroute_{os.getuid()}"
 

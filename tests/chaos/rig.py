@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import httpx
 from tokenizers import Tokenizer
 
+from ops.start_stop import StartStop
 from tests.chaos.load import Ask, Client, asks
 from tests.chaos.parts import (
     START_S,
@@ -116,7 +116,7 @@ class Quiet:
     blocks: int
 
 
-class Rig:
+class Rig(StartStop):
     """Starts all parts in order and ends every process of them by its id. A context manager."""
 
     def __init__(self, needs: Needs, engine: Engine = "emulated", *, distinct: int = ASKS) -> None:
@@ -158,23 +158,8 @@ class Rig:
         """Where the disk tier is."""
         return self.folder / "disk"
 
-    def __enter__(self) -> Rig:
-        try:
-            self._start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
-
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start all parts."""
         self.valkey = Valkey()
         env, count = self._environment(), self.needs.workers
         if self.needs.up:

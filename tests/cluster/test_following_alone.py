@@ -1,9 +1,10 @@
 """One worker, one follower: what a single entry brings about."""
 
 import msgspec
+import pytest
 
 from cluster.card_check import card_problem
-from cluster.protocol import PROTOCOL_VERSION, WorkerCard
+from cluster.protocol import PROTOCOL_VERSION, ColdReport, Report, WorkerCard
 from tests.cluster.model_worker import BLOCKS, SECRET, Alone, ModelWorker
 
 
@@ -41,6 +42,21 @@ def test_a_report_of_another_version_that_cannot_even_be_decoded_is_refused_by_n
     assert "cannot be read" in alone.following.refused["a"]
     assert alone.take(b"\xc1") is None
     assert alone.following.unreadable == 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"stored": b"x" * 17}, {"evicted": b"x"}, {"cold": ColdReport(disk_evicted=b"x" * 15)}],
+    ids=lambda changes: str(*changes),
+)
+def test_a_report_with_a_part_of_a_hash_is_refused_by_name(changes: dict[str, object]) -> None:
+    alone = Alone()
+    alone.take(alone.publish(BLOCKS[0]))
+    report = msgspec.msgpack.decode(alone.publish(), type=Report)
+    broken = msgspec.structs.replace(report, **changes)
+    assert alone.take(msgspec.msgpack.encode(broken)) is None
+    assert "hashes that are not of 16 bytes" in alone.following.refused["a"]
+    assert not alone.following.knows("a")
 
 
 def test_a_worker_that_is_not_reached_over_plain_http_is_refused() -> None:

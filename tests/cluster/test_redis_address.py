@@ -27,6 +27,20 @@ from cluster.settings import SettingsError, load_settings
         ("redis://a:1,b:2", (("a", 1), ("b", 2)), "", {}, "redis://a:1,b:2"),
         ("rediss://h?protocol=2", (("h", 6379),), "", {"protocol": 2}, "rediss://h:6379"),
         (
+            "rediss://h?ssl_cert_reqs=none",
+            (("h", 6379),),
+            "",
+            {"ssl_cert_reqs": "none"},
+            "rediss://h:6379",
+        ),
+        (
+            "unix://:p%2Fw@/run/redis.sock?db=3",
+            (),
+            "",
+            {"password": "p/w", "db": 3, "path": "/run/redis.sock"},
+            "unix:///run/redis.sock",
+        ),
+        (
             "redis+sentinel://:p@a,b:2/main/3",
             (("a", 26379), ("b", 2)),
             "main",
@@ -55,6 +69,10 @@ def test_what_a_url_means(
         ("redis+sentinel://:zyx@h", "SERVICE"),
         ("zyx@h:6379", "begins with one of"),
         ("redis://h?socket_timeout=zyx", "no valid value"),
+        ("redis://h?zyx=1", "unknown; known are"),
+        ("redis://h?decode_responses=true", "unknown; known are"),  # replies must be bytes
+        ("redis://h?ssl_cert_reqs=none", "unknown; known are"),  # without TLS
+        ("unix://:zyx/ret@/run/redis.sock", "percent-encode"),
     ],
 )
 def test_a_url_that_cannot_be_used_is_refused_without_showing_it(url: str, words: str) -> None:

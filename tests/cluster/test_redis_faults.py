@@ -202,6 +202,42 @@ async def test_evicted_keys_are_published_again_and_the_eviction_is_named(
         await goes_on(publisher, picture)
 
 
+@pytest.mark.parametrize("unknown", ["HELLO", "AUTH"])
+async def test_a_server_that_repeats_the_password_in_its_error_is_quoted_without_it(
+    pool: str, unknown: str
+) -> None:
+    """Redis repeats the arguments of a command that it does not know."""
+    with server(rename_command=f'{unknown} ""') as strange:
+        options = "?protocol=2" if unknown == "AUTH" else ""
+        publisher = Publisher(f"redis://:zyx@127.0.0.1:{strange.port}/0{options}", pool, QUICK)
+        publisher.begin(card("a", 1))
+        task = asyncio.create_task(publisher.run())
+        try:
+
+            async def named() -> bool:
+                return f"unknown command '{unknown}'" in publisher.status.reason
+
+            await until(named, "the unknown command is named")
+            assert "zyx" not in publisher.status.reason
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await publisher.close()
+
+
+async def test_a_server_without_role_and_info_serves(
+    pool: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As some proxies and managed services."""
+    monkeypatch.setattr(cluster.follower, "MEMORY_CHECK_S", 0.0)
+    with server(rename_command='ROLE ""\nrename-command INFO ""') as narrow:
+        async with pool_at(narrow.connection_url, pool) as (_, publisher, follower, picture):
+            await goes_on(publisher, picture)
+            await goes_on(publisher, picture, 10)  # read after the first look at the memory
+            assert follower._memory_checked_at > 0
+            assert "is not kept up to date" not in caplog.text
+
+
 async def test_a_changed_password_is_named_without_it(own_valkey: ValkeyServer, pool: str) -> None:
     async with pool_at(own_valkey.connection_url, pool) as (_, publisher, follower, picture):
         await order(own_valkey, "CONFIG", "SET", "requirepass", PASSWORD)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 from pathlib import Path
 
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from cluster.settings import GatewaySettings, Settings, WorkerSettings
+from cluster.settings import GatewaySettings, ServeSettings, Settings, WorkerSettings
 from ops.addresses import base_url, is_loopback
 from ops.cli import app
 from ops.local import LocalCluster
@@ -61,6 +62,29 @@ async def test_this_machine_is_asked_past_a_proxy(
         assert found in result.output, result.output
 
 
+@pytest.mark.parametrize("url", ["127.0.0.1:99999", "127.0.0.1:x", "http://[", "h:x"])
+def test_a_url_that_cannot_be_is_said_in_a_sentence(url: str) -> None:
+    for command in ("status", "doctor"):
+        told = CliRunner().invoke(app, [command, "--url", url])
+        assert told.exit_code == 1
+        assert isinstance(told.exception, SystemExit), told.exception
+
+
+async def test_up_does_not_take_the_gateway_of_another_pool_for_its_own() -> None:
+    async with Rig() as rig:
+        host, _, port = rig.gateway.url.removeprefix("http://").rpartition(":")
+        own = rig.gateway.settings.pool
+        for pool, taken in ((own, True), ("up-1", False)):
+            settings = Settings(
+                pool=pool,
+                gateway=GatewaySettings(host=host, port=int(port)),
+                serve=ServeSettings(replicas=1),
+            )
+            local = LocalCluster(msgspec.structs.replace(settings, secret="s"))
+            local.settings = msgspec.structs.replace(local.settings, pool=pool)
+            assert await asyncio.to_thread(local._all_seen) is taken
+
+
 def test_every_local_cluster_has_a_pool_and_a_secret_of_its_own() -> None:
     one, other = LocalCluster(Settings()).settings, LocalCluster(Settings()).settings
     assert one.pool != other.pool
@@ -102,6 +126,24 @@ def test_a_record_is_found_by_the_port_and_fills_what_is_not_given(running: Sett
     assert msgspec.structs.replace(with_record(given, record), gateway=given.gateway) == given
     assert find_record("http://127.0.0.1:4322") is None
     assert find_record("http://example.com:4321") is None
+
+
+@pytest.mark.parametrize("runtime", ["", "/nowhere", "read-only"])
+def test_without_a_runtime_directory_the_record_is_in_the_temporary_folder(
+    runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if runtime == "read-only":
+        runtime = str(tmp_path / runtime)
+        Path(runtime).mkdir()
+        monkeypatch.setattr(os, "access", lambda path, mode: str(path) != runtime)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+    write_record(Settings(pool="up-2", gateway=GatewaySettings(port=4321)))
+    assert record_path(4321).parent == tmp_path / f"stemroute_{os.getuid()}"
+    assert record_path(4321).parent.stat().st_mode & 0o077 == 0
+    record = find_record("localhost:4321")
+    assert record is not None
+    assert record.pool == "up-2"
 
 
 def test_a_record_that_others_could_have_written_is_not_read(running: Settings) -> None:

@@ -6,12 +6,14 @@ import json
 
 import msgspec
 import pytest
+from aiohttp import web
 from typer.testing import CliRunner
 
 from cluster.bus import BusKeys, Publisher
-from cluster.protocol import PROTOCOL_VERSION, Load
+from cluster.protocol import PROTOCOL_VERSION, BlockList, Load
 from cluster.redis_client import connect
 from cluster.settings import BusSettings, GatewaySettings, Settings, WorkerSettings
+from ops.bus_links import BusLinks
 from ops.cli import app
 from ops.doctor import examine, healthy
 from router.gateway import Gateway
@@ -306,6 +308,37 @@ async def test_a_worker_that_cannot_be_reached_is_named(fakes):
     links = by_name(await look(settings, "http://127.0.0.1:1"))
     assert links["workers"].state == "broken"
     assert links["blocks"].state == "skipped"
+
+
+async def test_a_worker_that_dies_between_two_looks_is_named(fakes, monkeypatch):
+    settings, workers = fakes
+    workers[1].publisher.begin(workers[1].worker.card(epoch=2, address="http://127.0.0.1:1"))
+    async with asyncio.timeout(10):
+        await workers[1].publisher.flushed()
+
+    async def listing(self, card):
+        return BlockList(worker=card.worker, epoch=2, blocks=b"")
+
+    async def healthy(request):
+        return web.json_response({})
+
+    monkeypatch.setattr(BusLinks, "listing", listing)
+    workers[0].worker.others["GET /health"] = healthy
+    links = by_name(await look(settings, "http://127.0.0.1:1"))
+    assert links["workers"].state == "broken"
+    assert "w1 cannot be reached" in links["workers"].found
+
+
+async def test_a_worker_that_lists_nonsense_is_named(fakes):
+    settings, workers = fakes
+
+    async def nonsense(request):
+        return web.Response(body=b"\xc1")
+
+    workers[0].worker.others["GET /blocks"] = nonsense
+    links = by_name(await look(settings, "http://127.0.0.1:1"))
+    assert links["workers"].state == "broken"
+    assert "the list of w0's blocks cannot be read" in links["workers"].found
 
 
 async def test_keys_that_are_missing_are_named(fakes):

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
@@ -15,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.protocol import HEADER_EXPLAIN, HEADER_REQUEST_ID
 from cluster.settings import BusSettings
+from ops.gateway_processes import _reserve
 from tests.router.support import FakeWorker
 from tests.router.test_over_the_bus import Published
 from tests.system.processes import alive, descendants
@@ -163,12 +165,15 @@ async def test_answers_under_way_end_before_the_processes_do(redis_url, pool):
 async def test_killing_the_parent_leaves_no_process_behind(served):
     command, _ = served
     children = command.children()
+    (directory,) = {line.split()[-2] for line in descendants(command.process.pid).values()}
+    assert await asyncio.to_thread(Path(directory).is_dir)
     command.process.kill()
     code, said = await asyncio.to_thread(command.ended)  # all have closed its standard error
     assert code == -signal.SIGKILL
     async with asyncio.timeout(30):
         while any(map(alive, children)):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+    assert not await asyncio.to_thread(Path(directory).exists)
     assert "Traceback" not in said
 
 
@@ -191,6 +196,16 @@ def test_a_port_that_others_listen_on_is_refused(redis_url, pool):
             code, said = command.ended()
     assert code == 1
     assert "the gateway cannot listen on 127.0.0.1" in said
+
+
+def test_a_port_that_another_gateway_is_about_to_listen_on_is_refused():
+    """Else both would listen, and requests would reach one or the other."""
+    with _reserve(HOST, 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(OSError, match="in use"), _reserve(HOST, port):
+            pass
+        for _ in range(2):  # its own processes
+            socket.create_server((HOST, port), reuse_port=True).close()
 
 
 def test_a_process_that_cannot_start_ends_the_command(redis_url, pool):
