@@ -81,6 +81,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     pending_prefill_pairs    query-key pairs of the pending tokens' attention (`prefill_pairs`)
     prefill_s_per_token      measured seconds to prefill a token; 0: not measured yet
     prefill_s_per_pair       seconds on top for each query-key pair
+    start_interval_s         measured seconds from one start of a waiting request to the next,
+                             whatever limits them; 0: none has had to wait yet
     """
 
     pending_prefill_tokens: int = 0
@@ -91,6 +93,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     pending_prefill_pairs: int = 0
     prefill_s_per_token: float = 0.0
     prefill_s_per_pair: float = 0.0
+    start_interval_s: float = 0.0
 
     @property
     def batch(self) -> int:
@@ -182,6 +185,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt       tenant of the request's namespace
     request_type     kind of work, a hint for the worker's cache; "" says nothing
     turn             1, 2, … in a conversation, a hint as well; 0 says nothing
+    priority         lower ones start first; of equal ones the earlier
     include_usage    stream a last chunk with `usage`
     continuous_usage every streamed chunk carries the `usage` so far
     """
@@ -198,6 +202,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""
     request_type: str = ""
     turn: int = 0
+    priority: int = 0
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -321,6 +326,7 @@ class RequestError(Exception):
     type     OpenAI's error type, such as "invalid_request_error"
     param    the field at fault, None where it is none
     code     machine-readable reason, such as "context_length_exceeded"
+    retry_after_s   when to send it again; None: as soon as a moment later where that may help
     """
 
     def __init__(
@@ -331,6 +337,7 @@ class RequestError(Exception):
         type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -338,6 +345,7 @@ class RequestError(Exception):
         self.type = type
         self.param = param
         self.code = code
+        self.retry_after_s = retry_after_s
 
     def body(self) -> bytes:
         """The OpenAI error object as JSON."""

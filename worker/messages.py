@@ -25,6 +25,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival         time of arrival, seconds on the caller's clock
     request_type    kind of work, for eviction by class; "": unknown
     turn            1, 2, … in a conversation, for the same; 0: unknown
+    priority        lower ones start first; of equal ones the earlier
     """
 
     request_id: str
@@ -35,6 +36,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival: float = 0.0
     request_type: str = ""
     turn: int = 0
+    priority: int = 0
 
 
 class Output(msgspec.Struct, gc=False):

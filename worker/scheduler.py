@@ -7,9 +7,10 @@ recomputation after preemption and a decode (one token) differ only in numbers.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
+from cluster.priority_queue import PriorityQueue
+from cluster.start_rate import StartRate
 from worker.block_pool import BlockPool, InvariantError
 from worker.decodes import Decodes
 from worker.engine_config import EngineConfig
@@ -27,6 +28,7 @@ class Scheduler:
     """Owns the sequences' state, the waiting queue and the running set.
 
     Order of a step: decodes, then prefills already started, then admissions from the queue's front.
+    The queue is in order of priority, lower first, then of arrival.
     A decode costs one token and a client may be reading its stream; a started prefill holds blocks
     that are useless before it is complete.
     """
@@ -48,12 +50,13 @@ class Scheduler:
         self.pins = Pins(cache, config, hash_block)
         self.loading = None if tiers is None else Loading(tiers, pool, cache, config.block_size)
         """Loads from cold tiers; None without cold tiers."""
-        self.waiting: OrderedDict[str, Sequence] = OrderedDict()
+        self.waiting: PriorityQueue[str, Sequence] = PriorityQueue()
         self.running: dict[str, Sequence] = {}
         self.decodes = Decodes(config.block_size)
         """The running sequences that have nothing left to prefill."""
         self._in_flight = InFlight(config)
         self.pending = PendingPrefill()
+        self.start_rate = StartRate()
         self.hits = self.partial_hits = self.misses = 0
         self.reused_tokens = self.resumed_tokens = self.computed_prompt_tokens = 0
         self.preemptions = self.held_requests = 0
@@ -61,7 +64,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Append a new sequence to the waiting queue."""
         self._extend_hashes(sequence)
-        self.waiting[sequence.request_id] = sequence
+        self.waiting.add(sequence.request_id, sequence, sequence.priority)
         self._estimate(sequence, self._cache.probe(sequence.hashes, self._hit_limit(sequence))[0])
 
     def schedule(self, now: float) -> Plan:
@@ -186,13 +189,15 @@ class Scheduler:
         return budget
 
     def _admit(self, prefills: dict[Sequence, int], budget: int) -> None:
-        """First come, first served: a request that does not fit also blocks those behind it, or a
+        """In the order of the queue: a request that does not fit also blocks those behind it, or a
         long prompt would starve. Only a request that waits for another's prefix is overtaken: its
         wait is short, and it would compute nothing new.
         """
         admitted = []
+        blocked = False
         for sequence in self.waiting.values():
             if not budget or len(self.running) >= self._config.max_batch_size:
+                blocked = True
                 break
             if sequence.held_for is not None:
                 if sequence.held_for in self._in_flight.blocks or (
@@ -217,6 +222,7 @@ class Scheduler:
                     continue
             if not self._place(sequence, limit, referenced):
                 self._estimate(sequence, cached)
+                blocked = True
                 break
             admitted.append(sequence)
             count = min(budget, self._chunk_limit, sequence.pending_tokens)
@@ -224,6 +230,8 @@ class Scheduler:
             budget -= count
         for sequence in admitted:
             del self.waiting[sequence.request_id]
+        started = sum(not sequence.output_tokens for sequence in admitted)  # else it resumes
+        self.start_rate.observe(self._cache.now, started, blocked)
 
     def _admits_none(self) -> bool:
         """Whether `_admit` admits none, after decodes only and with no prefix in flight."""
@@ -285,13 +293,14 @@ class Scheduler:
             self.partial_hits += 1
 
     def _grow(self, sequence: Sequence) -> None:
-        """Allocate one more block for a decode; preempts the latest arrival while none is free.
+        """Allocate one more block for a decode; while none is free, preempts the latest arrival of
+        the highest priority number.
 
-        That may be the sequence itself. The earliest arrival is never preempted for others, so one
+        That may be the sequence itself. The first of all is never preempted for others, so one
         sequence always makes progress.
         """
         while not self._pool.free_blocks:
-            victim = max(self.running.values(), key=lambda running: running.order)
+            victim = max(self.running.values(), key=lambda each: (each.priority, each.order))
             self.preempt(victim)  # not again in this step: one of its blocks is taken
             if victim is sequence:
                 return
@@ -299,13 +308,12 @@ class Scheduler:
         self.decodes.full.remove(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Put a running sequence back at the front of the queue. Its outputs stay; its KV is looked
-        up or recomputed."""
+        """Put a running sequence back at the front of its priority. Its outputs stay; its KV is
+        looked up or recomputed."""
         self._stop_running(sequence)
         sequence.status = Status.WAITING
         sequence.loaded = False
-        self.waiting[sequence.request_id] = sequence
-        self.waiting.move_to_end(sequence.request_id, last=False)
+        self.waiting.add(sequence.request_id, sequence, sequence.priority, first=True)
         self._extend_hashes(sequence)
         self._estimate(sequence, self._cache.probe(sequence.hashes, self._hit_limit(sequence))[0])
         self.preemptions += 1

@@ -36,6 +36,7 @@ class Sequence:
 
     limit_tokens     maximum of prompt and output tokens
     order            1, 2, 3, … in order of arrival
+    priority         lower ones start first
     pending_tokens   prefill tokens still to compute: exact while running, an estimate without
                      cached tokens while waiting; 0 when it only decodes
     publishes        whether its next full blocks may be cached
@@ -58,6 +59,7 @@ class Sequence:
         "loaded",
         "order",
         "pending_tokens",
+        "priority",
         "prompt_tokens",
         "publishes",
         "request",
@@ -78,6 +80,7 @@ class Sequence:
         self.request_id = request.request_id
         self.sampling = request.sampling
         self.order = order
+        self.priority = request.priority
         # An array, not a list of objects: a ninth of the memory, packed already, and the garbage
         # collector has nothing to scan in hundreds of long sequences.
         self.tokens = array("I")

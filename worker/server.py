@@ -217,6 +217,7 @@ def _engine_request(wanted: GenerateRequest, service: WorkerService) -> EngineRe
         arrival=time.monotonic(),
         request_type=wanted.request_type or wanted.kind,
         turn=wanted.turn,
+        priority=wanted.priority,
     )
 
 
