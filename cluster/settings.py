@@ -126,6 +126,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     advertise_host   host name that gateways connect to; "": the node's address
     port             port of the worker's HTTP server; 0: a free port
     drain_timeout_s  grace period at shutdown for running requests
+    stall_timeout_s  an engine that sends nothing for this many seconds is stalled, and its requests
+                     fail; within a step, twice the longest measured step is allowed in addition
     cache_dir        directory of converted weights; "": ~/.cache/stemroute
     """
 
@@ -156,6 +158,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     advertise_host: str = ""
     port: int = 0
     drain_timeout_s: float = 30.0
+    stall_timeout_s: Annotated[float, msgspec.Meta(ge=1)] = 2.0
     cache_dir: str = ""
 
 

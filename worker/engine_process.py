@@ -59,7 +59,7 @@ from worker.prefill_speed import PrefillSpeed
 
 log = logging.getLogger("worker.engine")
 
-SIGN_OF_LIFE_MS = 1000
+SIGN_OF_LIFE_MS = 500
 NICENESS_ON_CPU = 5
 """Niceness of an engine on the CPU: servers and gateways on the same cores go first, because they
 need little time and whole answers wait for them."""

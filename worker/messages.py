@@ -266,7 +266,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Events since the last message. Sent at least once per second, as a heartbeat."""
+    """Events since the last message. Sent at least every 0.5 s, as a heartbeat."""
 
     outputs: list[Output]
     refused: list[Refused]
