@@ -21,7 +21,7 @@ class Health(NamedTuple):
 
     answers   a worker of that name answers at its address
     ready     it takes requests
-    reason    why it does not answer, in words
+    reason    why it does not answer or is not ready, in words
     """
 
     answers: bool

@@ -63,6 +63,11 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     attempts             most workers that are tried per request
     connect_timeout_s    timeout for connecting to a worker
     first_byte_timeout_s timeout for a worker's response headers
+    inter_token_timeout_s a response that has begun and then sends nothing for this many seconds
+                         has failed
+    stall_timeout_s      a worker without a sign of life (a report, a byte of a response, an answer
+                         to `GET /health`) for this many seconds gets no requests until the next
+                         one, and those under way there fail
     default_max_tokens   max_tokens of requests that set none (bounded by the context)
     queue                size of the admission queue, in which requests wait until a worker is
                          ready and has room, first in, first out; 0: no queue
@@ -86,6 +91,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     attempts: int = 3
     connect_timeout_s: float = 2.0
     first_byte_timeout_s: float = 600.0
+    inter_token_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    stall_timeout_s: Annotated[float, msgspec.Meta(ge=0.5)] = 3.0
     default_max_tokens: int = 1024
     queue: Annotated[int, msgspec.Meta(ge=0)] = 0
     queue_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0

@@ -266,6 +266,6 @@ def _why_left_out(member: Member, model: str, prompt_tokens: int, tried: Collect
     if member.state != "ready":
         return f"it is {member.state}"
     if member.suspect_until:
-        return "it refused a connection; it is excluded until its next report"
+        return f"{member.suspect_why}; it is excluded until its next sign of life"
     needed = -(-prompt_tokens // card.namespace.block_size)
     return f"it has no room: {member.load.free_blocks} blocks are free, the prompt needs {needed}"

@@ -31,8 +31,7 @@ CLAIM_LIFE_S = 60.0
 """Longest life of a claim on coming blocks; its request mostly ends earlier."""
 
 SUSPECT_S = 5.0
-"""A worker that refused a connection is suspect until its next report, or for this time if the bus
-is unreachable and none comes."""
+"""A suspect is one until its next sign of life, or for this time if none comes."""
 
 
 class FleetCheckError(AssertionError):
@@ -87,6 +86,7 @@ class Fleet:
         elif card.epoch > member.card.epoch:
             self._begin_epoch(member, card)
         member.card = card
+        member.heard_at = self._clock()
         self._set_state(member, card.state)
         self._refresh(member)
         if before not in ("", card.model):
@@ -119,7 +119,7 @@ class Fleet:
         member = self._members.get(report.worker)
         if member is None or member.card.epoch != report.epoch:
             return True
-        self.last_report_at = self._clock()
+        self.last_report_at = member.heard_at = self._clock()
         if report.evicted:
             self.index.evict(member.slot, split_hashes(report.evicted))
         if report.stored:
@@ -303,12 +303,29 @@ class Fleet:
                 self._table.put(member.slot, booked_of(member))
         self.room.send()
 
-    def suspect(self, worker: str) -> None:
-        """A worker refused a connection: it is suspect until its next report."""
+    def suspect(self, worker: str, why: str) -> bool:
+        """A worker gets no requests until its next sign of life. Returns whether that is new.
+
+        why   in words, such as "it refused a connection"
+        """
         member = self._members.get(worker)
-        if member is not None:
-            self._suspects.add(member, self._clock())
+        if member is None:
+            return False
+        is_new = not member.suspect_until
+        self._suspects.add(member, why, self._clock())
+        if is_new:
             self._regroup(member.card.model)
+            self.changed.send()
+        return is_new
+
+    def trust(self, worker: str) -> None:
+        """A worker has given a sign of life."""
+        member = self._members.get(worker)
+        if member is not None and member.suspect_until:
+            self._suspects.trust(member)
+            self._regroup(member.card.model)
+            self.changed.send()
+            self.room.send()
 
     def next_return_s(self) -> float | None:
         """Seconds until the next suspect becomes a candidate again; None if there is none."""

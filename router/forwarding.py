@@ -26,6 +26,7 @@ from router.worker_connections import (
     WorkerAnswer,
     WorkerConnections,
     WorkerLost,
+    WorkerStalled,
     WorkerUnreachable,
 )
 
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 EVENT_END = b"\n\n"
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
-Reason = Literal["connect", "full", "unavailable", "failed", "dropped", "timeout"]
+Reason = Literal["connect", "full", "unavailable", "failed", "dropped", "stalled", "timeout"]
 _REASONS: dict[int, Reason] = {429: "full", 503: "unavailable"}
 
 REQUEST_FAULTS = frozenset({400, 413, 422})
@@ -56,7 +57,8 @@ class Failed(NamedTuple):
     """The attempt failed, and nothing was sent to the client.
 
     reason   connect: the worker cannot be reached. full, unavailable, failed: it answered 429, 503,
-             another status. dropped: the connection ended early. timeout: no response began
+             another status. dropped: the connection ended early. stalled: the worker gave no sign
+             of life, or its response stood still. timeout: no response began
     error    for the client if there is no other attempt
     """
 
@@ -220,13 +222,13 @@ async def _refused(upstream: WorkerAnswer, worker: str) -> Answered | Failed:
 
 
 def _lost(worker: str, error: WorkerLost) -> Failed:
-    log.warning(
-        "worker %s closed the connection before its response was complete: %r", worker, error
-    )
+    stalled = isinstance(error, WorkerStalled)
+    what = "stopped responding" if stalled else "closed the connection"
+    log.warning("worker %s %s before its response was complete: %s", worker, what, error)
     return Failed(
-        "dropped",
+        "stalled" if stalled else "dropped",
         RequestError(
-            f"the worker {worker} closed the connection before its response was complete: retry",
+            f"the worker {worker} {what} before its response was complete: retry",
             status=502,
             type="server_error",
             code="worker_lost",

@@ -43,6 +43,7 @@ from router.readiness import ReadyView, readiness
 from router.serving import Serving
 from router.shadow import Shadows, parse_shadows
 from router.siblings import Siblings
+from router.stalls import ASK_AFTER, StallWatch
 from router.tokenization import Tokenization
 from router.worker_admin import WorkerAdmin
 from router.worker_calls import WorkerCalls
@@ -63,6 +64,10 @@ values."""
 
 FETCH_TIMEOUT_S = 30.0
 """Time for a worker to send its tokenizer."""
+
+LEASE_PROBE_S, LEASE_PROBES = 2.0, 3
+"""A worker whose lease has lapsed is gone if it answers none of so many requests in this time each;
+a busy one may answer late."""
 
 
 class BusFollower(Protocol):
@@ -181,7 +186,9 @@ class Gateway:
             self.metrics,
         )
         self._following = asyncio.create_task(self._follower.run(), name="bus follower")
-        self._cleanup.push_async_callback(self._stop_following, self._following)
+        self._cleanup.push_async_callback(self._end, self._following)
+        watch = asyncio.create_task(self._stall_watch().run(), name="stall watch")
+        self._cleanup.push_async_callback(self._end, watch)
         edge = Edge(settings, self.metrics.requests)
         edge.add(await self._routes())
         self._server = _server(edge, settings, self.metrics.connections)
@@ -235,17 +242,23 @@ class Gateway:
             fleet,
             self.settings.bus,
             self.settings.secret.encode(),
-            HealthProbe(lambda: self._session),
+            HealthProbe(lambda: self._session, LEASE_PROBE_S, LEASE_PROBES),
         )
 
-    async def _stop_following(self, task: asyncio.Task[None]) -> None:
+    def _stall_watch(self) -> StallWatch:
+        timeout_s = self.settings.gateway.stall_timeout_s
+        probe = HealthProbe(lambda: self._session, (1 - ASK_AFTER) * timeout_s)
+        inter_token_s = self.settings.gateway.inter_token_timeout_s
+        return StallWatch(self.fleet, self._workers, probe, timeout_s, inter_token_s)
+
+    async def _end(self, task: asyncio.Task[None]) -> None:
         task.cancel()
         try:
             await task
         except asyncio.CancelledError:
             pass
         except Exception:
-            log.exception("the bus follower had failed")
+            log.exception("the %s had failed", task.get_name())
 
     async def _fetch_model(self, card: WorkerCard) -> ModelInfo:
         return await self._calls.ask("GET", f"{card.address}/model", ModelInfo, FETCH_TIMEOUT_S)

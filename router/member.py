@@ -45,6 +45,8 @@ class Member(msgspec.Struct, eq=False):
     routed         requests sent to it since it appeared
     refused        why it may not serve with the others of its model, "" if it may
     suspect_until  when it stops being suspect; 0 if it is not
+    suspect_why    why it is suspect, in words
+    heard_at       when its last report or card came, seconds of the fleet's clock
     ready_serial   grows with the order in which workers became ready; 0: not ready
     """
 
@@ -57,6 +59,8 @@ class Member(msgspec.Struct, eq=False):
     routed: int = 0
     refused: str = ""
     suspect_until: float = 0.0
+    suspect_why: str = ""
+    heard_at: float = 0.0
     ready_serial: int = 0
 
     @property

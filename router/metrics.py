@@ -46,7 +46,8 @@ FAILED_ATTEMPTS = _requests.counter(
     "stemroute_gateway_failed_attempts_total",
     "Attempts that failed before the client was sent anything, by reason. connect: no connection "
     "to the worker. full: status 429. unavailable: status 503. failed: another status. dropped: "
-    "the connection ended early. timeout: no answer began in time",
+    "the connection ended early. stalled: the worker gave no sign of life. timeout: no answer "
+    "began in time",
     "reason",
 )
 BROKEN_STREAMS = _requests.counter(

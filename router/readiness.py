@@ -129,4 +129,6 @@ def _states(members: list[Member]) -> str:
 def _state(member: Member) -> str:
     if member.refused:
         return "refused"
-    return "not reachable" if member.suspect_until else member.state
+    if member.suspect_until and member.state == "ready":
+        return f"not reachable ({member.suspect_why})"
+    return member.state

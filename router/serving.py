@@ -106,7 +106,7 @@ class Serving:
                 if outcome.reason == "timeout":
                     break  # the client has waited long enough
                 if outcome.reason == "connect":
-                    self._fleet.suspect(placement.worker)
+                    self._fleet.suspect(placement.worker, "it refused a connection")
                 tried.append(placement.worker)
             raise failure
 

@@ -255,6 +255,8 @@ class FakeWorker:
 
     async def _other(self, request: web.Request) -> web.StreamResponse:
         handler = self.others.get(f"{request.method} {request.path}")
+        if handler is None and request.path == "/health":
+            return web.json_response({"worker": self.name, "ready": True})
         return await handler(request) if handler else web.json_response({}, status=404)
 
     async def _flush(self, request: web.Request) -> web.Response:

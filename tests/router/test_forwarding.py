@@ -139,7 +139,7 @@ async def test_both_hops_send_small_chunks_at_once():
             return response
 
         def to_worker():
-            (connection,) = rig.gateway._workers._all
+            (connection,) = rig.gateway._workers._connections()
             return connection
 
         def to_client():
