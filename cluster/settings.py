@@ -60,7 +60,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                          idle for 5 s is closed for a new one, otherwise the new one gets 503
     write_timeout_s      close a connection whose client has read nothing of its response for this
                          many seconds, and cancel the request
-    attempts             most workers that are tried per request
+    attempts             most workers that are tried per request, until one responds
+    migrations           how often another worker may go on with a response whose worker has failed
     connect_timeout_s    timeout for connecting to a worker
     first_byte_timeout_s timeout for a worker's response headers
     default_max_tokens   max_tokens of requests that set none (bounded by the context)
@@ -84,6 +85,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_connections: Annotated[int, msgspec.Meta(ge=1)] = 10_000
     write_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     attempts: int = 3
+    migrations: Annotated[int, msgspec.Meta(ge=0)] = 3
     connect_timeout_s: float = 2.0
     first_byte_timeout_s: float = 600.0
     default_max_tokens: int = 1024

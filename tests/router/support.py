@@ -17,8 +17,10 @@ from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers
 
 from cluster.blocks import Namespace, hash_blocks, join_hashes, pack_tokens
+from cluster.frames import error_frame, frame
 from cluster.protocol import (
     HEADER_HIT_TOKENS,
+    HEADER_PROGRESS,
     HEADER_PROMPT_TOKENS,
     HEADER_REQUEST_ID,
     HEADER_WORKER,
@@ -219,6 +221,37 @@ class FakeWorker:
         async def answer(request: web.Request, generate: GenerateRequest) -> web.StreamResponse:
             error = {"message": message, "type": "from_worker", "param": None, "code": code}
             return web.json_response({"error": error}, status=status)
+
+        return answer
+
+    def generate(self, tokens: int, cut_after: int | None = None, error: bytes = b"") -> Answer:
+        """Generate the token ids 1, 2, … as frames with a word each, after those of the request.
+
+        cut_after   frames after which the connection ends
+        error       an error that ends the body instead of the last frame
+        """
+
+        async def answer(request: web.Request, generate: GenerateRequest) -> web.StreamResponse:
+            kind = "text/event-stream" if generate.stream else "application/json"
+            headers = {HEADER_PROGRESS: "1", "Content-Type": kind}
+            response = web.StreamResponse(headers=self.headers(generate, hit=16) | headers)
+            await response.prepare(request)
+            done = len(generate.output_ids) // 4
+            for number in range(done + 1, tokens + 1):
+                last = number == tokens
+                if cut_after is not None and number - done > cut_after:
+                    request.transport.abort()
+                    raise asyncio.CancelledError
+                if last and error:
+                    await response.write(error_frame(error))
+                    break
+                if generate.stream:
+                    body = event(str(number)) + (b"data: [DONE]\n\n" if last else b"")
+                else:
+                    body = json.dumps(list(range(1, number + 1))).encode() + b"\n" if last else b""
+                await response.write(frame(body, pack_tokens([number]), last=last))
+            await response.write_eof()
+            return response
 
         return answer
 

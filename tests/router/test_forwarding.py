@@ -19,7 +19,7 @@ from cluster.protocol import (
     HEADER_WORKER,
     Load,
 )
-from router.forwarding import EventBuffer
+from router.delivery import EventReader
 from tests.router.support import BLOCK_SIZE, NAMESPACE, TOKENIZER, Rig, card, count, event, report
 
 BODY = {"model": "tiny", "prompt": "some prompt"}
@@ -370,8 +370,8 @@ async def test_stopping_ends_streams_and_leaves_no_task():
     assert asyncio.all_tasks() == before
 
 
-def test_event_buffer_passes_whole_events_only():
-    buffer = EventBuffer()
+def test_a_body_without_frames_passes_whole_events_only():
+    buffer = EventReader()
     assert buffer.feed(b"data: 1\n\n") == b"data: 1\n\n"
     assert buffer.feed(b"data: 2\n\ndata:") == b"data: 2\n\n"
     assert buffer.feed(b" 3\n") == b""
