@@ -18,6 +18,7 @@ from cluster.protocol import (
     HEADER_EXPLAIN,
     HEADER_HIT_TOKENS,
     HEADER_IGNORED_FIELDS,
+    HEADER_MIGRATIONS,
     HEADER_POLICY,
     HEADER_PREDICTED_HIT_TOKENS,
     HEADER_PROMPT_TOKENS,
@@ -143,7 +144,9 @@ STREAM_OPTIONS = {
 
 RESPONSE_HEADERS = {
     HEADER_REQUEST_ID: "the request's id, for `/admin/decisions/{request_id}`",
-    HEADER_WORKER: "the worker that answered",
+    HEADER_WORKER: "the worker that began the response",
+    HEADER_MIGRATIONS: "how many workers went on with the response of one that had failed, if any "
+    "did before the headers were sent",
     HEADER_IGNORED_FIELDS: "fields of the body that are not known, if there are any",
     HEADER_POLICY: "the policy that chose it",
     HEADER_PROMPT_TOKENS: "tokens of the prompt",
