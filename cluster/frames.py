@@ -16,6 +16,10 @@ Marks are comments of server-sent events. Compact JSON has no line that begins w
 
 from __future__ import annotations
 
+from binascii import unhexlify
+
+COLON = ord(":")
+
 
 def frame(body: bytes, ids: bytes, *, last: bool = False) -> bytes:
     """`body`, which is empty or ends with a line feed, and the packed ids of its tokens."""
@@ -45,7 +49,14 @@ class FrameReader:
     def feed(self, data: bytes) -> bytes:
         """The bytes for the client of the frames that `data` completes."""
         if self._begun:
-            data = self._begun + data
+            data, self._begun = self._begun + data, b""
+        start = data.find(b"\n:") + 1
+        if start and data.find(b"\n", start) == len(data) - 1 and data[0] != COLON:
+            body = data[:start]  # one frame, as mostly
+            return body if self._note(data[start + 1 : -1]) else b""
+        return self._several(data)
+
+    def _several(self, data: bytes) -> bytes:
         bodies, start = b"", 0
         while not self.error:
             mark = start
@@ -68,14 +79,20 @@ class FrameReader:
 
     def _note(self, mark: bytes) -> bool:
         """Whether the frame that ends with `mark` is for the client."""
+        try:
+            self.ids += unhexlify(mark)
+        except ValueError:
+            return self._note_end(mark)
+        return True
+
+    def _note_end(self, mark: bytes) -> bool:
         if mark.startswith(b"!"):
             self.error = mark[1:]
             return False
-        last = mark.endswith(b".")
         try:
-            self.ids += bytes.fromhex((mark[:-1] if last else mark).decode("latin-1"))
+            self.ids += unhexlify(mark.removesuffix(b"."))
         except ValueError:
             self.error = b"the mark of a frame is not hexadecimal"
             return False
-        self.last = last
+        self.last = True
         return True
