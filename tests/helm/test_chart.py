@@ -178,21 +178,16 @@ def test_every_value_of_the_schema_has_a_default():
             {"valkey": {"enabled": False}, "externalRedis": {"url": "redis://:open@a:6379"}},
             "holds a password",
         ),
+        ({"valkey": {"auth": {"value": "two\nlines"}}}, "line break"),
+        ({"ray": {"gcsFaultTolerance": {"enabled": True}}}, "valkey.persistence.enabled=true"),
         (
             {
                 "valkey": {"enabled": False},
-                "externalRedis": {"url": "redis://:$(REDIS_PASSWORD)@a:6379"},
+                "externalRedis": {"url": "redis+sentinel://a:26379,b:26379/main"},
+                "ray": {"gcsFaultTolerance": {"enabled": True}},
             },
-            "existingSecret, which holds it, is not set",
+            "set ray.gcsFaultTolerance.redisAddress",
         ),
-        (
-            {
-                "valkey": {"enabled": False},
-                "externalRedis": {"url": "redis://a:6379", "existingSecret": "login"},
-            },
-            "does not use its password",
-        ),
-        ({"valkey": {"auth": {"value": "p@ss/word"}}}, "letters, digits"),
         (
             {"model": {"volume": {"existingClaim": "a", "create": {"enabled": True}}}},
             "set only one of",
