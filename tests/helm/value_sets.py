@@ -164,6 +164,7 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
                 "labels": {"release": "prometheus"},
                 "scrapeTimeout": "10s",
             },
+            "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
             "service": {"type": "LoadBalancer", "loadBalancerSourceRanges": ["10.0.0.0/8"]},
         },
         "networkPolicy": {

@@ -402,7 +402,8 @@ def interpreter():
 @pytest.mark.usefixtures("interpreter")
 async def test_serve_gateway_tells_its_url_and_ends_when_cancelled():
     ready = asyncio.get_running_loop().create_future()
-    settings = Settings(redis_url="redis://127.0.0.1:1/0", gateway=GatewaySettings(port=0, **QUICK_STOP))
+    gateway = GatewaySettings(port=0, **QUICK_STOP)
+    settings = Settings(redis_url="redis://127.0.0.1:1/0", gateway=gateway)
     serving = asyncio.create_task(serve_gateway(settings, ready=ready.set_result))
     url = await asyncio.wait_for(ready, 20)
     assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
