@@ -68,6 +68,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     queue                size of the admission queue, in which requests wait until a worker is
                          ready and has room, first in, first out; 0: no queue
     queue_timeout_s      longest wait in the admission queue; then 429, or 503 if no worker is ready
+    drain_notice_s       at shutdown, time for which /ready fails while requests are still served,
+                         so that load balancers send new ones elsewhere
+    drain_timeout_s      then, grace period for requests under way; the rest ends with an error
     index_max_pairs      most (block, worker) pairs in the prefix index, about 90 bytes each; a
                          full index drops the deepest blocks
     """
@@ -91,7 +94,14 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     default_max_tokens: int = 1024
     queue: Annotated[int, msgspec.Meta(ge=0)] = 0
     queue_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    drain_notice_s: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    drain_timeout_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
     index_max_pairs: Annotated[int, msgspec.Meta(ge=1)] = 20_000_000
+
+    @property
+    def shutdown_s(self) -> float:
+        """Longest time from the signal to the end of a drain."""
+        return self.drain_notice_s + self.drain_timeout_s
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -69,7 +69,8 @@ ENDPOINTS = [
         "GET",
         "/ready",
         "",
-        "200 if requests can be served, otherwise 503 and the reasons",
+        "200 if requests can be served, otherwise 503 and the `reasons`; `degraded` names problems "
+        "although requests are served, such as a reduced capacity or reports that do not arrive",
     ),
     Endpoint("GET", "/metrics", "", "[metrics](metrics.md#gateway) for Prometheus"),
     Endpoint("GET", "/admin/fleet", "admin", "the workers, their load and the state of the index"),
@@ -229,6 +230,13 @@ ERRORS = [
     ),
     ErrorCode(
         "too_many_connections", "503", SERVICE_UNAVAILABLE, "`gateway.max_connections` are open"
+    ),
+    ErrorCode(
+        "gateway_stopping",
+        "503",
+        SERVICE_UNAVAILABLE,
+        "the gateway shuts down and the request did not end within `gateway.drain_timeout_s`; "
+        "a stream ends with this error as an event",
     ),
     ErrorCode("no_worker", "503", SERVICE_UNAVAILABLE, "no worker is ready to load weights"),
     ErrorCode(

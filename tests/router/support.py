@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -298,12 +299,16 @@ def event(text: str) -> bytes:
     return b"data: " + json.dumps({"choices": [{"text": text}]}).encode() + b"\n\n"
 
 
+QUICK_STOP: dict[str, Any] = {"drain_notice_s": 0.0, "drain_timeout_s": 0.2}
+"""Settings of gateways that tests stop."""
+
+
 class Rig:
     """A gateway with fake workers, and a client."""
 
     def __init__(self, workers: int = 1, siblings: Siblings | None = None, **gateway) -> None:
-        settings = Settings(gateway=GatewaySettings(**{"port": 0, **gateway}))
-        self.gateway = Gateway(settings, FakeFollower, drain_s=0.2, siblings=siblings)
+        settings = Settings(gateway=GatewaySettings(**{"port": 0, **QUICK_STOP, **gateway}))
+        self.gateway = Gateway(settings, FakeFollower, siblings=siblings)
         self.workers = [FakeWorker(f"w{number}") for number in range(workers)]
         self.arrivals: asyncio.Queue[str] = asyncio.Queue()
         for worker in self.workers:
