@@ -60,7 +60,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                          idle for 5 s is closed for a new one, otherwise the new one gets 503
     write_timeout_s      close a connection whose client has read nothing of its response for this
                          many seconds, and cancel the request
-    attempts             most workers that are tried per request
+    attempts             most workers that are tried per request, until one responds
+    migrations           how often another worker may go on with a response whose worker has failed
     connect_timeout_s    timeout for connecting to a worker
     first_byte_timeout_s timeout for a worker's response headers
     inter_token_timeout_s a response that has begun and then sends nothing for this many seconds
@@ -72,6 +73,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     queue                size of the admission queue, in which requests wait until a worker is
                          ready and has room, first in, first out; 0: no queue
     queue_timeout_s      longest wait in the admission queue; then 429, or 503 if no worker is ready
+    drain_notice_s       at shutdown, time for which /ready fails while requests are still served,
+                         so that load balancers send new ones elsewhere
+    drain_timeout_s      then, grace period for requests under way; the rest ends with an error
     index_max_pairs      most (block, worker) pairs in the prefix index, about 90 bytes each; a
                          full index drops the deepest blocks
     """
@@ -89,6 +93,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_connections: Annotated[int, msgspec.Meta(ge=1)] = 10_000
     write_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     attempts: int = 3
+    migrations: Annotated[int, msgspec.Meta(ge=0)] = 3
     connect_timeout_s: float = 2.0
     first_byte_timeout_s: float = 600.0
     inter_token_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
@@ -96,7 +101,14 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     default_max_tokens: int = 1024
     queue: Annotated[int, msgspec.Meta(ge=0)] = 0
     queue_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    drain_notice_s: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    drain_timeout_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
     index_max_pairs: Annotated[int, msgspec.Meta(ge=1)] = 20_000_000
+
+    @property
+    def shutdown_s(self) -> float:
+        """Longest time from the signal to the end of a drain."""
+        return self.drain_notice_s + self.drain_timeout_s
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

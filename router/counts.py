@@ -60,16 +60,17 @@ class ConnectionCounts:
 class AttemptCounts:
     """Attempts that failed.
 
-    failed           reason -> attempts that failed before anything was sent to the client
-    broken_streams   streams whose worker was lost after their first bytes
+    failed           reason -> failed attempts
+    migrations       attempts that went on with the response of a failed one
+    broken_streams   streams that ended with an error event
     """
 
     def __init__(self) -> None:
         self.failed: dict[str, int] = {}
-        self.broken_streams = 0
+        self.migrations = self.broken_streams = 0
 
     def note(self, reason: str) -> None:
-        """An attempt failed before anything was sent to the client."""
+        """An attempt failed."""
         self.failed[reason] = self.failed.get(reason, 0) + 1
 
 

@@ -51,9 +51,6 @@ from router.worker_connections import WorkerConnections
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 5.0
-"""Time for running responses to end when the gateway stops."""
-
 GC_ALLOCATIONS = 20_000
 """New objects between two garbage collections. A request makes some hundred objects that live a few
 milliseconds; Python's default of 700 would scan them several times per request."""
@@ -100,7 +97,6 @@ class Gateway:
     """A gateway that can be started and stopped once.
 
     follower_factory   makes the follower that feeds the fleet; the default follows Redis
-    drain_s            time for running responses to end at `stop`
     siblings           the gateway's processes, if it has several
     """
 
@@ -109,7 +105,6 @@ class Gateway:
         settings: Settings,
         follower_factory: Callable[[Fleet], BusFollower] | None = None,
         *,
-        drain_s: float = DRAIN_S,
         siblings: Siblings | None = None,
     ) -> None:
         self.settings = settings
@@ -126,7 +121,6 @@ class Gateway:
             holds_back=settings.gateway.queue > 0,
         )
         self.admission: Admission
-        self._drain_s = drain_s
         self._siblings = siblings
         self._started_at = int(time.time())
         self._following: asyncio.Task[None] | None = None
@@ -148,7 +142,10 @@ class Gateway:
             raise
 
     async def stop(self) -> None:
-        """Accept no new requests, let responses end, then stop everything. Idempotent."""
+        """Become unready, then accept no new requests, let responses end and stop everything.
+
+        Idempotent. If it is cancelled, responses are cut off at once.
+        """
         await self._cleanup.aclose()
 
     async def _start(self) -> None:
@@ -196,7 +193,9 @@ class Gateway:
         host, port = await self._server.start(
             settings.host, settings.port, shared=self._siblings is not None
         )
-        self._cleanup.push_async_callback(self._server.stop, self._drain_s)
+        self._cleanup.push_async_callback(
+            self._server.stop, settings.drain_timeout_s, settings.drain_notice_s
+        )
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def _routes(self) -> list[Route]:
@@ -230,7 +229,7 @@ class Gateway:
         private.add(combined.private_routes())
         server = _server(private, settings, ConnectionCounts())
         await server.start_unix(self._siblings.socket_path)
-        self._cleanup.push_async_callback(server.stop, self._drain_s)
+        self._cleanup.push_async_callback(server.stop, settings.drain_timeout_s)
         return combined.routes()
 
     def _redis_follower(self, fleet: Fleet) -> BusFollower:
@@ -313,7 +312,8 @@ class Gateway:
 
     def readiness(self) -> ReadyView:
         """Whether requests can be served, and by prefix, with the reasons in words if not."""
-        return readiness(self.settings.pool, self.fleet, self._bus_status())
+        stopping = self._server.closing
+        return readiness(self.settings.pool, self.fleet, self._bus_status(), stopping=stopping)
 
     def _bus_status(self) -> BusStatus:
         """The follower's status, or that it has stopped."""

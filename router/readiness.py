@@ -73,11 +73,11 @@ def index_view(fleet: Fleet, status: BusStatus) -> IndexView:
     return IndexView(stale=True, reason="; ".join(apart[:NAMED] + more))
 
 
-def readiness(pool: str, fleet: Fleet, status: BusStatus) -> ReadyView:
+def readiness(pool: str, fleet: Fleet, status: BusStatus, *, stopping: bool = False) -> ReadyView:
     """The response of `/ready`, from the fleet and the follower's status."""
     members = fleet.members()
     refused = {**status.refused, **fleet.refused()}
-    reasons = []
+    reasons = ["this gateway is shutting down"] if stopping else []
     usable = sum(member.usable for member in members)
     if not members:
         reasons.append(f"no worker has announced itself in the pool {pool!r}")

@@ -18,6 +18,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request from the server to the engine.
 
     token_ids       the prompt, `pack_tokens`
+    output_ids      tokens of the response generated before, elsewhere; packed likewise
     namespace_root  32 bytes, `Namespace.for_request(adapter, salt).root(secret)`
     sampling        the server draws `seed` if the client gave none; it also handles stop strings
                     (by cancelling), the engine knows end tokens and limits only
@@ -35,6 +36,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival: float = 0.0
     request_type: str = ""
     turn: int = 0
+    output_ids: bytes = b""
 
 
 class Output(msgspec.Struct, gc=False):

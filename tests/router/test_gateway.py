@@ -16,7 +16,7 @@ from cluster.settings import GatewaySettings, Settings
 from router.background import SWITCH_INTERVAL_S
 from router.gateway import Gateway, serve_gateway
 from router.policies import PolicyError
-from tests.router.support import NAMESPACE, FakeFollower, Rig, card, report
+from tests.router.support import NAMESPACE, QUICK_STOP, FakeFollower, Rig, card, report
 
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 
@@ -267,7 +267,7 @@ async def test_a_follower_that_ended_is_not_ready():
         async def run(self):
             raise RuntimeError("bug")
 
-    gateway = Gateway(Settings(gateway=GatewaySettings(port=0)), Broken)
+    gateway = Gateway(Settings(gateway=GatewaySettings(port=0, **QUICK_STOP)), Broken)
     await gateway.start()
     await asyncio.wait([gateway._following])
     assert "the bus follower has stopped" in gateway.readiness().reasons[-1]
@@ -403,7 +403,8 @@ def interpreter():
 @pytest.mark.usefixtures("interpreter")
 async def test_serve_gateway_tells_its_url_and_ends_when_cancelled():
     ready = asyncio.get_running_loop().create_future()
-    settings = Settings(redis_url="redis://127.0.0.1:1/0", gateway=GatewaySettings(port=0))
+    gateway = GatewaySettings(port=0, **QUICK_STOP)
+    settings = Settings(redis_url="redis://127.0.0.1:1/0", gateway=gateway)
     serving = asyncio.create_task(serve_gateway(settings, ready=ready.set_result))
     url = await asyncio.wait_for(ready, 20)
     assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)

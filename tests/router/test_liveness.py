@@ -12,7 +12,7 @@ from cluster.settings import GatewaySettings, Settings
 from router.gateway import Gateway
 from router.liveness import HealthProbe
 from tests.cluster.redis_servers import order
-from tests.router.support import FakeWorker
+from tests.router.support import QUICK_STOP, FakeWorker
 from tests.router.test_over_the_bus import QUICK, Published
 from tests.watching import Heard
 
@@ -32,9 +32,9 @@ async def test_no_request_fails_while_redis_takes_no_writes(own_valkey, pool):
         pool=pool,
         redis_url=own_valkey.connection_url,
         bus=QUICK,
-        gateway=GatewaySettings(port=0),
+        gateway=GatewaySettings(port=0, **QUICK_STOP),
     )
-    gateway = Gateway(settings, drain_s=0.2)
+    gateway = Gateway(settings)
     heard = Heard(gateway)
     await gateway.start()
     async with contextlib.AsyncExitStack() as stack:

@@ -1,0 +1,163 @@
+"""Responses with which another worker goes on after theirs has failed."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from aiohttp import web
+
+from cluster.blocks import unpack_tokens
+from cluster.protocol import HEADER_HIT_TOKENS, HEADER_MIGRATIONS, HEADER_WORKER
+from tests.router.support import NAMESPACE, Rig, count, event, report
+from tests.router.test_forwarding import STREAM, chain_of_text, refused_address
+
+PROMPT = "some prompt"
+WHOLE = [event(str(number)) for number in range(1, 7)]
+
+
+def favour(rig: Rig, worker: str = "w0") -> None:
+    """The first attempt goes to this worker, which has the prompt."""
+    rig.fleet.on_report(report(worker, stored=chain_of_text(PROMPT)))
+
+
+async def streamed(rig: Rig, **fields: object) -> tuple[dict[str, str], bytes]:
+    async with rig.http.post("/v1/completions", json={**STREAM, **fields}) as answer:
+        assert answer.status == 200
+        return dict(answer.headers), await answer.read()
+
+
+@pytest.mark.parametrize("cut", [1, 3, 5])
+async def test_a_stream_goes_on_at_another_worker_without_a_gap(cut: int) -> None:
+    async with Rig(workers=2) as rig:
+        bad, good = rig.workers
+        bad.answer, good.answer = bad.generate(6, cut_after=cut), good.generate(6)
+        favour(rig)
+        headers, body = await streamed(rig, temperature=1.0)
+        assert body == b"".join(WHOLE) + b"data: [DONE]\n\n"
+        assert (headers[HEADER_WORKER], headers[HEADER_HIT_TOKENS]) == ("w0", "16")
+        assert HEADER_MIGRATIONS not in headers  # it was sent before
+        (first,), (second,) = bad.requests, good.requests
+        assert (first.output_ids, first.hit_tokens, first.progress) == (b"", 0, True)
+        assert unpack_tokens(second.output_ids) == list(range(1, cut + 1))
+        assert second == msgspec.structs.replace(first, output_ids=second.output_ids, hit_tokens=16)
+        assert first.sampling.seed is not None  # so that both draw the same
+        assert first.created
+        assert count(rig, "migrations") == 1
+        assert count(rig, "broken_streams") == 0
+        assert count(rig, "failed_attempts", reason="dropped") == 1
+        assert count(rig, "hit_tokens") == 16  # of one request
+
+
+async def test_a_response_that_is_not_a_stream_goes_on_and_says_so() -> None:
+    async with Rig(workers=2) as rig:
+        bad, good = rig.workers
+        bad.answer, good.answer = bad.generate(6, cut_after=4), good.generate(6)
+        favour(rig)
+        status, headers, body = await rig.complete(PROMPT)
+        assert (status, body) == (200, [1, 2, 3, 4, 5, 6])
+        assert (headers[HEADER_WORKER], headers[HEADER_MIGRATIONS]) == ("w1", "1")
+        assert headers["Content-Length"] == str(len(json.dumps(body)))
+        (second,) = good.requests
+        assert unpack_tokens(second.output_ids) == [1, 2, 3, 4]
+
+
+async def test_a_stream_goes_on_again_and_again_up_to_the_limit() -> None:
+    async with Rig(workers=5, attempts=1, migrations=3) as rig:
+        for worker in rig.workers:
+            worker.answer = worker.generate(6, cut_after=1)
+        _, body = await streamed(rig)
+        assert body.startswith(b"".join(WHOLE[:4]))
+        last = body.removeprefix(b"".join(WHOLE[:4]))
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "worker_lost"
+        asked = sorted(len(w.requests[0].output_ids) // 4 for w in rig.workers if w.requests)
+        assert asked == [0, 1, 2, 3]
+        assert count(rig, "migrations") == 3
+        assert count(rig, "broken_streams") == 1
+
+
+async def test_a_worker_that_cannot_be_reached_does_not_end_the_stream() -> None:
+    async with Rig(workers=3) as rig:
+        bad, away, good = rig.workers
+        bad.answer, good.answer = bad.generate(6, cut_after=2), good.generate(6)
+        assert (await rig.complete("x"))[0] == 200  # the tokenizer is known from now on
+        favour(rig)
+        rig.fleet.on_card(away.card(address=refused_address()))
+        for _ in range(4):  # both others are idle: each is first at times
+            _, body = await streamed(rig)
+            assert body == b"".join(WHOLE) + b"data: [DONE]\n\n"
+
+
+async def test_without_another_worker_the_stream_ends_with_an_error_at_once() -> None:
+    async with Rig(workers=1) as rig:
+        (worker,) = rig.workers
+        worker.answer = worker.generate(6, cut_after=2)
+        _, body = await streamed(rig)
+        last = body.removeprefix(b"".join(WHOLE[:2]))
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "worker_lost"
+        assert len(worker.requests) == 1
+
+
+async def test_other_weights_do_not_go_on() -> None:
+    async with Rig(workers=2) as rig:
+        bad, other = rig.workers
+        rig.fleet.on_gone("w1", "not yet")
+        cut = bad.generate(6, cut_after=2)
+
+        async def answer(request, generate):
+            rig.fleet.on_gone("w0", "replaced")
+            rig.fleet.on_card(
+                other.card(namespace=msgspec.structs.replace(NAMESPACE, weights="new"))
+            )
+            return await cut(request, generate)
+
+        bad.answer, other.answer = answer, other.generate(6)
+        _, body = await streamed(rig)
+        last = body.removeprefix(b"".join(WHOLE[:2]))
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "worker_lost"
+        assert not other.requests
+
+
+async def test_an_error_of_the_engine_is_tried_elsewhere_and_then_told() -> None:
+    error = json.dumps({"error": {"message": "NaN", "type": "server_error"}}).encode()
+    async with Rig(workers=2) as rig:
+        bad, good = rig.workers
+        bad.answer, good.answer = bad.generate(4, error=error), good.generate(6)
+        favour(rig)
+        _, body = await streamed(rig)
+        assert body == b"".join(WHOLE) + b"data: [DONE]\n\n"
+        assert count(rig, "failed_attempts", reason="failed") == 1
+        good.answer = good.generate(5, error=error)
+        _, body = await streamed(rig)
+        assert body.startswith(b"".join(WHOLE[:4]))
+        assert body.endswith(b"\n\n")
+        assert b"NaN" in body.split(b"\n\n")[-2]
+        assert b"[DONE]" not in body
+
+
+async def test_a_refusal_of_the_rest_is_an_error_event() -> None:
+    async with Rig(workers=2) as rig:
+        bad, good = rig.workers
+        bad.answer, good.answer = bad.generate(6, cut_after=2), good.refuse(400, "too long")
+        favour(rig)
+        _, body = await streamed(rig)
+        assert body.startswith(b"".join(WHOLE[:2]))
+        assert b"too long" in body.split(b"\n\n")[-2]
+
+
+async def test_a_mark_that_is_none_ends_in_an_error_and_leaks_nothing() -> None:
+    async with Rig(workers=1) as rig:
+        (worker,) = rig.workers
+
+        async def answer(request, generate):
+            response = web.StreamResponse(headers={"x-stemroute-progress": "1"})
+            await response.prepare(request)
+            await response.write(event("1") + b":01000000\n" + event("2") + b":zz\n")
+            request.transport.abort()
+            return response
+
+        worker.answer = answer
+        _, body = await streamed(rig)
+        assert body.startswith(event("1") + b"data: ")
+        assert b"worker_failed" in body.split(b"\n\n")[-2]
