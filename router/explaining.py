@@ -225,7 +225,7 @@ def _order(row: ExplainedWorker) -> tuple[bool, bool, float, str]:
 
 
 def _block_size(members: Sequence[Member], model: str) -> int:
-    usable = [m.card for m in members if m.card.model == model and m.usable]
+    usable = [m.card for m in members if m.card.model == model and m.serves]
     return usable[0].namespace.block_size if usable else 0
 
 
@@ -267,5 +267,7 @@ def _why_left_out(member: Member, model: str, prompt_tokens: int, tried: Collect
         return f"it is {member.state}"
     if member.suspect_until:
         return f"{member.suspect_why}; it is excluded until its next sign of life"
+    if member.left_out:
+        return member.left_out
     needed = -(-prompt_tokens // card.namespace.block_size)
     return f"it has no room: {member.load.free_blocks} blocks are free, the prompt needs {needed}"

@@ -20,6 +20,7 @@ from router.bitmask import Spread
 from router.cold_index import ColdIndex
 from router.columns import ROWS, LoadTable
 from router.coming import ComingBlocks
+from router.failures import Failures
 from router.groups import Groups
 from router.member import Booking, Member, ModelGroup, booked_of, idle_load, member_of, row_of
 from router.policies import Candidates
@@ -68,6 +69,7 @@ class Fleet:
         self._spread = Spread()
         self.groups = Groups(self._table, clock)
         self._suspects = Suspects(suspect_s)
+        self._failures = Failures()
         self._bookings: dict[int, Booking] = {}
         self._serial = 0
 
@@ -151,6 +153,7 @@ class Fleet:
         self.cold.drop(slot)
         self.coming.drop(slot)
         self._suspects.trust(member)
+        self._failures.forget(worker)
         self._by_slot[slot] = None
         self._table.clear(slot)
         member.slot = -1
@@ -286,6 +289,8 @@ class Fleet:
         else:  # another request with the same id: the later one counts
             member.unnamed[request_id] = booking
             self._table.put(slot, booked_of(member))
+        if self._failures and self._failures.began(card.worker, booking.serial):
+            self._regroup(card.model)
         member.routed += 1
         self.requests_total += 1
         return booking
@@ -301,7 +306,29 @@ class Fleet:
             del member.unnamed[booking.request_id]
             if member.slot >= 0:
                 self._table.put(member.slot, booked_of(member))
+        if self._failures and self._failures.ended(member.card.worker, booking.serial):
+            self._regroup(member.card.model)
         self.room.send()
+
+    def note(self, booking: Booking, *, failed: bool) -> None:
+        """A booked request has succeeded or failed at its worker."""
+        member = booking.member
+        if member.slot >= 0 and (failed or self._failures):
+            now, worker = self._clock(), member.card.worker
+            self._failures.note(worker, booking.serial, self._serial, now, failed=failed)
+            self._regroup(member.card.model)
+
+    def at_fault(self, worker: str) -> None:
+        """The worker fails whatever it is sent."""
+        if (member := self._members.get(worker)) is not None:
+            self._failures.at_fault(worker, self._serial, self._clock())
+            self._regroup(member.card.model)
+
+    def forgive(self, worker: str) -> None:
+        """The latest failure of the worker was the request's own."""
+        if (member := self._members.get(worker)) is not None:
+            self._failures.forgive(worker)
+            self._regroup(member.card.model)
 
     def suspect(self, worker: str, why: str) -> bool:
         """A worker gets no requests until its next sign of life. Returns whether that is new.
@@ -328,8 +355,11 @@ class Fleet:
             self.room.send()
 
     def next_return_s(self) -> float | None:
-        """Seconds until the next suspect becomes a candidate again; None if there is none."""
-        return self._suspects.next_return_s(self._clock())
+        """Seconds until the next suspect or avoided worker becomes a candidate again; None if there
+        is none."""
+        now = self._clock()
+        waits = (self._suspects.next_return_s(now), self._failures.next_return_s(now))
+        return min((wait for wait in waits if wait is not None), default=None)
 
     @property
     def in_flight(self) -> int:
@@ -377,9 +407,15 @@ class Fleet:
             if occupant is None and (self.index.count(slot) or any(self._table.row(slot))):
                 raise FleetCheckError(f"slot {slot} is free but not empty")
         for model, group in self.groups.by_model.items():
-            usable = [m.slot for m in self._of(model) if m.usable]
-            if sorted(usable) != group.slots.tolist() or sum(1 << s for s in usable) != group.mask:
-                raise FleetCheckError(f"{model}: usable slots {usable}, kept {group.slots}")
+            serving = [m.slot for m in self._of(model) if m.serves]
+            if (
+                sorted(serving) != group.slots.tolist()
+                or sum(1 << s for s in serving) != group.mask
+            ):
+                raise FleetCheckError(f"{model}: slots {serving} serve, kept {group.slots}")
+            usable = [m for m in self._of(model) if m.usable]
+            if not {m.slot for m in usable} >= {*serving} or bool(usable) != bool(serving):
+                raise FleetCheckError(f"{model}: slots {serving} serve, usable {usable}")
 
     # Inner workings
 
@@ -401,6 +437,7 @@ class Fleet:
         member.load = idle_load(card)
         self._refresh_speeds(member)
         self._suspects.trust(member)
+        self._failures.forget(card.worker)
         if card.address != member.card.address:
             # another process: it did not receive the requests of the old one
             member.unnamed.clear()
@@ -418,6 +455,10 @@ class Fleet:
         for member in self._suspects.due(now):
             self._suspects.trust(member)
             self._regroup(member.card.model)
+        if self._failures:
+            for member in list(self._members.values()):
+                if member.avoided and not self._failures.avoided(member.card.worker, now):
+                    self._regroup(member.card.model)
 
     def _refresh(self, member: Member) -> None:
         if member.slot >= 0:
@@ -431,4 +472,9 @@ class Fleet:
         return [member for member in self._members.values() if member.card.model == model]
 
     def _regroup(self, model: str) -> None:
-        self.groups.put(model, self._of(model))
+        members = self._of(model)
+        now, failures = self._clock(), self._failures
+        for member in members:
+            member.avoided = failures.avoided(member.card.worker, now) if failures else ""
+            member.failure_rate = failures.rate(member.card.worker) if failures else 0.0
+        self.groups.put(model, members)

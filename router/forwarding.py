@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal, NamedTuple
 
 import msgspec
 
+from cluster.blocks import pack_tokens
 from cluster.frames import FrameReader
 from cluster.protocol import (
     HEADER_HIT_TOKENS,
     HEADER_PROGRESS,
     SERVICE_UNAVAILABLE,
     ErrorAnswer,
+    GenerateRequest,
     RequestError,
+    Sampling,
 )
 from router.delivery import BodyReader, Delivery, EventReader
 from router.dispatch import Placement
@@ -32,6 +36,9 @@ log = logging.getLogger(__name__)
 
 Reason = Literal["connect", "full", "unavailable", "failed", "dropped", "stalled", "timeout"]
 _REASONS: dict[int, Reason] = {429: "full", 503: "unavailable"}
+
+OWN_TIMEOUT_S = 3.0
+"""Time for a worker to answer a request of the gateway's own."""
 
 REQUEST_FAULTS = frozenset({400, 413, 422})
 """Statuses of a request that no worker would accept."""
@@ -118,6 +125,23 @@ class Forwarder:
             return _lost(worker, error)
         finally:
             upstream.close()
+
+    async def serves(self, address: str, like: GenerateRequest) -> bool:
+        """Whether the worker answers a request for one token, to the model of `like`."""
+        own = GenerateRequest(
+            request_id=secrets.token_hex(16),
+            model=like.model,
+            kind="completion",
+            token_ids=pack_tokens([0]),
+            sampling=Sampling(max_tokens=1, temperature=0.0),
+        )
+        body = msgspec.msgpack.encode(own)
+        try:
+            answer = await self._workers.post(address, "/generate", body, OWN_TIMEOUT_S)
+        except (WorkerUnreachable, WorkerLost, TimeoutError):
+            return False
+        answer.close()
+        return answer.status < 500
 
 
 async def _relay(

@@ -125,6 +125,11 @@ REFUSED_WORKERS = _workers.gauge(
     "stemroute_gateway_refused_workers",
     "Workers that the gateway does not use because they do not match the pool; /ready says why",
 )
+AVOIDED_WORKERS = _workers.gauge(
+    "stemroute_gateway_avoided_workers",
+    "Ready workers that get no requests because too many failed there, or because they give no sign "
+    "of life; /ready says why",
+)
 WORKER_PENDING_PREFILL_TOKENS = _workers.gauge(
     "stemroute_gateway_worker_pending_prefill_tokens",
     "Prompt tokens that the worker has not computed yet, cached ones excluded: those in its last "
@@ -293,6 +298,7 @@ class Metrics:
         )
         yield WORKERS.family(states)
         yield REFUSED_WORKERS.family(len(status.refused.keys() | fleet.refused().keys()))
+        yield AVOIDED_WORKERS.family(sum(bool(m.left_out) for m in members.values()))
         yield WORKER_PENDING_PREFILL_TOKENS.family(
             {worker: load.pending_prefill_tokens for worker, load in loads.items()}
         )

@@ -20,6 +20,7 @@ from cluster.protocol import (
 )
 from cluster.settings import GatewaySettings
 from router.admission import Admission, Tell, Told, no_worker
+from router.blame import Blame
 from router.delivery import Delivery
 from router.dispatch import Dispatcher, Placement
 from router.edge import no_ready_worker
@@ -72,10 +73,10 @@ class Serving:
             self._dispatcher.recent.want(request_id, asked.kind)
         failure = no_ready_worker(f"no worker of the model `{model}` is ready")
         prompt: Prompt | None = None
-        delivery = Delivery(client)
+        delivery, blame = Delivery(client), Blame(self._fleet, self._forwarder)
         tried: list[str] = []
         with self._admission.ticket(model, request_id) as ticket:
-            while self._may_try(delivery, tried):
+            while self._may_try(delivery, len(tried) - blame.excused):
                 # find the workers that may serve
                 group = self._fleet.group(model)
                 if group is None or group.reference is None or not group.mask:
@@ -108,8 +109,12 @@ class Serving:
                 began = partial(self._began, placement, prompt, request_id, arrived)
                 outcome = await self._forwarder.attempt(delivery, placement, began)
                 if isinstance(outcome, Answered):
+                    if outcome.response is None or outcome.response.status == 200:
+                        self._fleet.note(placement.booking, failed=False)
                     return outcome.response
                 failure = outcome.error
+                if outcome.reason != "full":
+                    self._fleet.note(placement.booking, failed=True)
                 self._metrics.attempts.note(outcome.reason)
                 log.info("request %s: worker %s: %s", request_id, placement.worker, failure)
                 if outcome.reason == "timeout":
@@ -117,6 +122,9 @@ class Serving:
                 if outcome.reason == "connect":
                     self._fleet.suspect(placement.worker, "it refused a connection")
                 tried.append(placement.worker)
+                if own := await blame.own(delivery, placement, outcome):
+                    failure = own
+                    break
                 if delivery.resumes:
                     generate = delivery.generate
                     prompt = prompt._replace(token_ids=generate.token_ids + generate.output_ids)
@@ -126,10 +134,10 @@ class Serving:
                 return None
             raise failure
 
-    def _may_try(self, delivery: Delivery, tried: list[str]) -> bool:
+    def _may_try(self, delivery: Delivery, tried: int) -> bool:
         if tried and delivery.resumes:
             return delivery.migrations < self._settings.migrations
-        return not delivery.begun and len(tried) < self._settings.attempts
+        return not delivery.begun and tried < self._settings.attempts
 
     async def explain(self, asked: ApiRequest) -> Explanation:
         """Decide as for this request, without sending it. Raises RequestError."""
