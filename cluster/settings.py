@@ -60,7 +60,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                          idle for 5 s is closed for a new one, otherwise the new one gets 503
     write_timeout_s      close a connection whose client has read nothing of its response for this
                          many seconds, and cancel the request
-    attempts             most workers that are tried per request, until one responds
+    attempts             most workers that are tried per request, until one responds; those that
+                         fail every request do not count
     migrations           how often another worker may go on with a response whose worker has failed
     connect_timeout_s    timeout for connecting to a worker
     first_byte_timeout_s timeout for a worker's response headers

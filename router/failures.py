@@ -46,7 +46,7 @@ class _Record(msgspec.Struct):
 
 
 class Failures:
-    """The failures of a fleet's workers. Serials number attempts in the order of their beginning."""
+    """The failures of a fleet's workers. Serials number attempts in the order of their begin."""
 
     def __init__(self) -> None:
         self._records: dict[str, _Record] = {}

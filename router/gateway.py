@@ -43,7 +43,7 @@ from router.readiness import ReadyView, readiness
 from router.serving import Serving
 from router.shadow import Shadows, parse_shadows
 from router.siblings import Siblings
-from router.stalls import ASK_AFTER, StallWatch
+from router.stalls import ANSWER_WITHIN, StallWatch
 from router.tokenization import Tokenization
 from router.worker_admin import WorkerAdmin
 from router.worker_calls import WorkerCalls
@@ -246,7 +246,7 @@ class Gateway:
 
     def _stall_watch(self) -> StallWatch:
         timeout_s = self.settings.gateway.stall_timeout_s
-        probe = HealthProbe(lambda: self._session, (1 - ASK_AFTER) * timeout_s)
+        probe = HealthProbe(lambda: self._session, ANSWER_WITHIN * timeout_s)
         inter_token_s = self.settings.gateway.inter_token_timeout_s
         return StallWatch(self.fleet, self._workers, probe, timeout_s, inter_token_s)
 

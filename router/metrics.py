@@ -127,8 +127,8 @@ REFUSED_WORKERS = _workers.gauge(
 )
 AVOIDED_WORKERS = _workers.gauge(
     "stemroute_gateway_avoided_workers",
-    "Ready workers that get no requests because too many failed there, or because they give no sign "
-    "of life; /ready says why",
+    "Ready workers that get no requests because too many failed there, or because they give no "
+    "sign of life; /ready says why",
 )
 WORKER_PENDING_PREFILL_TOKENS = _workers.gauge(
     "stemroute_gateway_worker_pending_prefill_tokens",

@@ -19,8 +19,8 @@ from router.worker_connections import WorkerConnections, WorkerStalled
 
 log = logging.getLogger(__name__)
 
-ASK_AFTER = 2 / 3
-"""A worker is asked after this share of the timeout; the rest is its time to answer."""
+ASK_AFTER, ANSWER_WITHIN = 0.6, 0.3
+"""A worker is asked after this share of the timeout, and has this share of it to answer."""
 
 LOOKS = 12
 """Looks at the signs of life within the timeout."""
@@ -29,7 +29,7 @@ LOOKS = 12
 class StallWatch:
     """Watches the workers of a fleet that serve or drain.
 
-    probe               asks one worker; it answers within `(1 - ASK_AFTER) * timeout_s`
+    probe               asks one worker; it answers within `ANSWER_WITHIN * timeout_s`
     timeout_s           longest time without a sign of life
     inter_token_s       longest time without a byte within a response
     """

@@ -81,7 +81,7 @@ async def test_workers_that_report_or_send_bytes_are_not_asked(watched):
 
 
 async def test_a_silent_worker_is_asked_once_in_a_while_and_serves_while_it_answers(watched):
-    await watched.go_on(1.75, "a")
+    await watched.go_on(1.75, "a")  # the next look is at 2 s, after 60 % of the timeout
     assert watched.asked == []
     await watched.go_on(0.25, "a")
     assert watched.asked == ["b"]
