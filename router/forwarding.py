@@ -141,7 +141,7 @@ class Forwarder:
         except (WorkerUnreachable, WorkerLost, TimeoutError):
             return False
         answer.close()
-        return answer.status < 500
+        return answer.status in (200, 429)
 
 
 async def _relay(

@@ -279,7 +279,7 @@ async def test_what_is_neither_an_answer_nor_a_refusal_is_a_502(status):
         assert all(worker.requests for worker in rig.workers)
 
 
-@pytest.mark.parametrize(("status", "retry_after"), [(429, "1"), (503, "1"), (500, None)])
+@pytest.mark.parametrize(("status", "retry_after"), [(429, "1"), (503, "1")])
 async def test_when_all_attempts_fail_the_last_answer_counts(status, retry_after):
     async with Rig(workers=4, attempts=3) as rig:
         for worker in rig.workers:
