@@ -368,6 +368,7 @@ class Fleet:
 
     def members(self) -> list[Member]:
         """All workers, by name."""
+        self._expire()
         return [self._members[name] for name in sorted(self._members)]
 
     def load_of(self, member: Member) -> Load:

@@ -147,6 +147,14 @@ def test_a_worker_that_leaves_or_begins_anew_is_not_avoided(pool):
     assert pool.serving == {"a", "b", "c"}
 
 
+def test_when_the_wait_is_over_it_is_shown_to_serve_without_any_request(pool):
+    pool.outcomes("a", *[True] * 4)
+    assert not pool.member("a").serves
+    pool.clock.now += FIRST_WAIT_S
+    assert pool.member("a").serves
+    assert pool.member("a").left_out == ""
+
+
 def test_a_report_does_not_bring_it_back(pool):
     pool.outcomes("a", *[True] * 4)
     pool.fleet.on_report(report("a"))
