@@ -93,12 +93,11 @@ class KnownTexts:
         packed, hashes = [], []
         while True:
             run = last.next  # comparing it is cheaper than to search, copy and hash a run
-            end: int | None = start + len(run)
-            if not (run and text.startswith(run, start) and boundaries.at(text, end)):
-                end = boundaries.next_in(text, start + RUN_CHARACTERS)
-                if end is None:
+            if not (run and text.startswith(run, start) and boundaries.at(text, start + len(run))):
+                cut = boundaries.next_in(text, start + RUN_CHARACTERS)
+                if cut is None:
                     break
-                run = last.next = text[start:end]
+                run = last.next = text[start:cut]
             key = (last.name, run)
             known = self._young.get(key)
             if known is None:
@@ -109,7 +108,7 @@ class KnownTexts:
                 self._keep(key, known)
             packed.append(known.packed)
             hashes += known.hashes
-            last, start = known, end
+            last, start = known, start + len(run)
         tokens = encode(text[start:]) if start else bos + encode(text)
         rest = last.followed_by(tokens, block_size)
         return b"".join([*packed, rest.packed]), hashes + rest.hashes
