@@ -211,6 +211,13 @@ def test_the_next_turn_encodes_only_what_is_new():
     assert len(new) < RUN_CHARACTERS
 
 
+def test_a_known_run_is_not_cut_off_where_its_text_goes_on():
+    prompts = Prompts(tokenizer_of("byte level"))
+    system, answer = ("system", "s" * RUN_CHARACTERS), "the quick brown fo" * RUN_CHARACTERS
+    for said in (answer, f"{answer}x jumps over", answer):
+        prompts.check(rendered([system, ("assistant", said), ("user", "and?")]))
+
+
 @pytest.mark.parametrize("different", ["bos", "root"])
 def test_equal_texts_of_other_roots_or_after_a_bos_token_are_others(different):
     prompts = Prompts(tokenizer_of("byte level"))
