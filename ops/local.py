@@ -18,7 +18,7 @@ import httpx
 import msgspec
 
 from cluster.settings import Settings, settings_environment
-from ops.addresses import listen_address, listen_url
+from ops.addresses import free_port, listen_address, listen_url
 from ops.keeper import Keeper, KeeperError
 from ops.start_stop import StartStop
 from ops.up_record import record_path, write_record
@@ -106,9 +106,9 @@ class LocalCluster(StartStop):
     def _choose_port(self) -> None:
         gateway = self.settings.gateway
         try:
-            family, address = listen_address(gateway.host, gateway.port)
-            with socket.create_server(address, family=family) as probe:
-                port = probe.getsockname()[1]
+            port = gateway.port or free_port(gateway.host)
+            family, address = listen_address(gateway.host, port)
+            socket.create_server(address, family=family).close()
         except OSError as error:
             raise LocalClusterError(
                 f"the gateway cannot listen on {gateway.host}:{gateway.port} ({error.strerror}): "
