@@ -224,7 +224,7 @@ class Admission:
         if self._looking_later is not None:
             self._looking_later.cancel()
             self._looking_later = None
-        back_s = self._fleet.next_return_s()
+        back_s = self._fleet.trust.next_return_s()
         if self._queues and back_s is not None:
             self._looking_later = self._scheduler.call_later(back_s, self._look_soon)
 

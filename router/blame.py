@@ -49,14 +49,14 @@ class Blame:
             faulty = [each for each, serves in zip(both, serve, strict=True) if not serves]
             if faulty:
                 for each in faulty:
-                    self._fleet.at_fault(each.worker)
+                    self._fleet.trust.at_fault(each.worker)
                 self.excused += len(faulty)
                 del self._seen[way]
                 if before not in faulty or placement not in faulty:
                     self._seen[way] = placement if before in faulty else before
                 return None
         for each in both:
-            self._fleet.forgive(each.worker)
+            self._fleet.trust.forgive(each.worker)
         error = failed.error
         return RequestError(
             f"this request failed in the same way at {before.worker} and {placement.worker}, so no "

@@ -125,6 +125,10 @@ class Failures:
         requests = "request" if record.known == 1 else f"{record.known} requests"
         return f"it failed {record.last.bit_count()} of its last {requests}"
 
+    def due(self, now: float) -> list[str]:
+        """Avoided workers whose wait is over and that are not on trial."""
+        return [w for w, r in self._records.items() if r.wait_s and r.until <= now and not r.trial]
+
     def rate(self, worker: str) -> float:
         """The worker's failure rate, 0 to 1."""
         record = self._records.get(worker)

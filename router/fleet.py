@@ -20,19 +20,15 @@ from router.bitmask import Spread
 from router.cold_index import ColdIndex
 from router.columns import ROWS, LoadTable
 from router.coming import ComingBlocks
-from router.failures import Failures
 from router.groups import Groups
 from router.member import Booking, Member, ModelGroup, booked_of, idle_load, member_of, row_of
 from router.policies import Candidates
 from router.prefix_index import MAX_PAIRS, PrefixIndex
 from router.signals import Signal
-from router.suspects import Suspects
+from router.trust import SUSPECT_S, Trust
 
 CLAIM_LIFE_S = 60.0
 """Longest life of a claim on coming blocks; its request mostly ends earlier."""
-
-SUSPECT_S = 5.0
-"""A suspect is one until its next sign of life, or for this time if none comes."""
 
 
 class FleetCheckError(AssertionError):
@@ -45,6 +41,7 @@ class Fleet:
     clock      seconds, monotonic
     changed    sent after a worker appeared, began an epoch, changed its state or left
     room       sent after an event that may make room: a report, a request's end, a new worker
+    trust      which ready workers get no requests for now
     """
 
     def __init__(
@@ -68,8 +65,7 @@ class Fleet:
         self._table = LoadTable()
         self._spread = Spread()
         self.groups = Groups(self._table, clock)
-        self._suspects = Suspects(suspect_s)
-        self._failures = Failures()
+        self.trust = Trust(self._members, self._regroup, self.changed, self.room, clock, suspect_s)
         self._bookings: dict[int, Booking] = {}
         self._serial = 0
 
@@ -132,7 +128,7 @@ class Fleet:
         self._refresh(member)
         self._refresh_speeds(member)
         if report.state != member.state or member.suspect_until:
-            self._suspects.trust(member)
+            self.trust.reported(member)
             self._set_state(member, report.state)
             self._regroup(member.card.model)
             self.changed.send()
@@ -152,8 +148,7 @@ class Fleet:
         self.index.drop(slot)
         self.cold.drop(slot)
         self.coming.drop(slot)
-        self._suspects.trust(member)
-        self._failures.forget(worker)
+        self.trust.reset(member)
         self._by_slot[slot] = None
         self._table.clear(slot)
         member.slot = -1
@@ -289,8 +284,7 @@ class Fleet:
         else:  # another request with the same id: the later one counts
             member.unnamed[request_id] = booking
             self._table.put(slot, booked_of(member))
-        if self._failures and self._failures.began(card.worker, booking.serial):
-            self._regroup(card.model)
+        self.trust.booked(booking)
         member.routed += 1
         self.requests_total += 1
         return booking
@@ -306,60 +300,8 @@ class Fleet:
             del member.unnamed[booking.request_id]
             if member.slot >= 0:
                 self._table.put(member.slot, booked_of(member))
-        if self._failures and self._failures.ended(member.card.worker, booking.serial):
-            self._regroup(member.card.model)
+        self.trust.released(booking)
         self.room.send()
-
-    def note(self, booking: Booking, *, failed: bool) -> None:
-        """A booked request has succeeded or failed at its worker."""
-        member = booking.member
-        if member.slot >= 0 and (failed or self._failures):
-            now, worker = self._clock(), member.card.worker
-            self._failures.note(worker, booking.serial, self._serial, now, failed=failed)
-            self._regroup(member.card.model)
-
-    def at_fault(self, worker: str) -> None:
-        """The worker fails whatever it is sent."""
-        if (member := self._members.get(worker)) is not None:
-            self._failures.at_fault(worker, self._serial, self._clock())
-            self._regroup(member.card.model)
-
-    def forgive(self, worker: str) -> None:
-        """The latest failure of the worker was the request's own."""
-        if (member := self._members.get(worker)) is not None:
-            self._failures.forgive(worker)
-            self._regroup(member.card.model)
-
-    def suspect(self, worker: str, why: str) -> bool:
-        """A worker gets no requests until its next sign of life. Returns whether that is new.
-
-        why   in words, such as "it refused a connection"
-        """
-        member = self._members.get(worker)
-        if member is None:
-            return False
-        is_new = not member.suspect_until
-        self._suspects.add(member, why, self._clock())
-        if is_new:
-            self._regroup(member.card.model)
-            self.changed.send()
-        return is_new
-
-    def trust(self, worker: str) -> None:
-        """A worker has given a sign of life."""
-        member = self._members.get(worker)
-        if member is not None and member.suspect_until:
-            self._suspects.trust(member)
-            self._regroup(member.card.model)
-            self.changed.send()
-            self.room.send()
-
-    def next_return_s(self) -> float | None:
-        """Seconds until the next suspect or avoided worker becomes a candidate again; None if there
-        is none."""
-        now = self._clock()
-        waits = (self._suspects.next_return_s(now), self._failures.next_return_s(now))
-        return min((wait for wait in waits if wait is not None), default=None)
 
     @property
     def in_flight(self) -> int:
@@ -437,8 +379,7 @@ class Fleet:
         self.coming.drop(member.slot)
         member.load = idle_load(card)
         self._refresh_speeds(member)
-        self._suspects.trust(member)
-        self._failures.forget(card.worker)
+        self.trust.reset(member)
         if card.address != member.card.address:
             # another process: it did not receive the requests of the old one
             member.unnamed.clear()
@@ -451,15 +392,8 @@ class Fleet:
         member.ready_serial = self._serial if state == "ready" else 0
 
     def _expire(self) -> None:
-        now = self._clock()
-        self.coming.expire(now)
-        for member in self._suspects.due(now):
-            self._suspects.trust(member)
-            self._regroup(member.card.model)
-        if self._failures:
-            for member in list(self._members.values()):
-                if member.avoided and not self._failures.avoided(member.card.worker, now):
-                    self._regroup(member.card.model)
+        self.coming.expire(self._clock())
+        self.trust.expire()
 
     def _refresh(self, member: Member) -> None:
         if member.slot >= 0:
@@ -474,8 +408,5 @@ class Fleet:
 
     def _regroup(self, model: str) -> None:
         members = self._of(model)
-        now, failures = self._clock(), self._failures
-        for member in members:
-            member.avoided = failures.avoided(member.card.worker, now) if failures else ""
-            member.failure_rate = failures.rate(member.card.worker) if failures else 0.0
+        self.trust.refresh(members)
         self.groups.put(model, members)

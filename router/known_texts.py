@@ -105,6 +105,7 @@ class KnownTexts:
                 if known is None:
                     tokens = encode(run) if start else bos + encode(run)
                     known = last.followed_by(tokens, block_size)
+                known.next = ""  # kept no longer than the run itself, which is counted
                 self._keep(key, known)
             packed.append(known.packed)
             hashes += known.hashes

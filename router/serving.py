@@ -110,17 +110,17 @@ class Serving:
                 outcome = await self._forwarder.attempt(delivery, placement, began)
                 if isinstance(outcome, Answered):
                     if outcome.response is None or outcome.response.status == 200:
-                        self._fleet.note(placement.booking, failed=False)
+                        self._fleet.trust.note(placement.booking, failed=False)
                     return outcome.response
                 failure = outcome.error
                 if outcome.reason != "full":
-                    self._fleet.note(placement.booking, failed=True)
+                    self._fleet.trust.note(placement.booking, failed=True)
                 self._metrics.attempts.note(outcome.reason)
                 log.info("request %s: worker %s: %s", request_id, placement.worker, failure)
                 if outcome.reason == "timeout":
                     break  # the client has waited long enough
                 if outcome.reason == "connect":
-                    self._fleet.suspect(placement.worker, "it refused a connection")
+                    self._fleet.trust.suspect(placement.worker, "it refused a connection")
                 tried.append(placement.worker)
                 if own := await blame.own(delivery, placement, outcome):
                     failure = own

@@ -99,11 +99,11 @@ class StallWatch:
         if health.answers:
             self._answered[worker] = now
             if health.ready:
-                self._fleet.trust(worker)
+                self._fleet.trust.alive(worker)
             else:
-                self._fleet.suspect(worker, health.reason or "it says that it is not ready")
+                self._fleet.trust.suspect(worker, health.reason or "it says that it is not ready")
         elif self._workers.heard_at(card.address) <= heard_at:
             reason = f"no sign of life for {now - heard_at:.1f} s"
-            if self._fleet.suspect(worker, reason):
+            if self._fleet.trust.suspect(worker, reason):
                 log.warning("worker %s: %s; %s", worker, reason, health.reason)
             self._workers.fail(card.address, WorkerStalled(reason))

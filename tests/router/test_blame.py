@@ -93,6 +93,6 @@ async def test_refusals_are_no_failures(status):
             worker.answer = worker.refuse(status)
         for number in range(8):
             assert (await rig.complete(f"{number}"))[0] == status
-        assert not rig.fleet._failures
+        assert not rig.fleet.trust.failures
         rig.fleet.on_card(card("w0", epoch=2, address=rig.workers[0].address))
         rig.fleet.on_report(report("w1"))

@@ -31,7 +31,7 @@ class Pool:
     def end(self, booking, outcome: bool | None) -> None:
         """True: it failed. None: nobody knows, because its client left."""
         if outcome is not None:
-            self.fleet.note(booking, failed=outcome)
+            self.fleet.trust.note(booking, failed=outcome)
         self.fleet.release(booking)
 
     def outcomes(self, worker: str, *failed: bool | None) -> None:
@@ -73,7 +73,7 @@ def test_after_a_wait_it_gets_one_request_at_a_time_until_one_succeeds(pool):
     pool.outcomes("a", *[True] * 4)
     wait_s = FIRST_WAIT_S
     for _ in range(7):
-        assert pool.fleet.next_return_s() == pytest.approx(wait_s)
+        assert pool.fleet.trust.next_return_s() == pytest.approx(wait_s)
         pool.clock.now += 0.99 * wait_s
         assert pool.serving == {"b", "c"}
         pool.clock.now += 0.02 * wait_s
@@ -96,7 +96,7 @@ def test_a_trial_whose_client_left_decides_nothing(pool):
     pool.outcomes("a", None)
     assert pool.serving == {"a", "b", "c"}
     pool.outcomes("a", True)
-    assert pool.fleet.next_return_s() == pytest.approx(2 * FIRST_WAIT_S)
+    assert pool.fleet.trust.next_return_s() == pytest.approx(2 * FIRST_WAIT_S)
 
 
 def test_requests_that_began_before_do_not_decide(pool):
@@ -105,7 +105,7 @@ def test_requests_that_began_before_do_not_decide(pool):
     pool.end(early[0], False)
     assert pool.serving == {"b", "c"}
     pool.end(early[1], True)
-    assert pool.fleet.next_return_s() == pytest.approx(FIRST_WAIT_S)
+    assert pool.fleet.trust.next_return_s() == pytest.approx(FIRST_WAIT_S)
     pool.clock.now += FIRST_WAIT_S
     trial = pool.begin("a")
     pool.end(early[2], False)
@@ -163,11 +163,11 @@ def test_a_report_does_not_bring_it_back(pool):
 
 def test_a_failure_can_be_forgiven_or_be_proof(pool):
     pool.outcomes("a", *[True] * 4)
-    pool.fleet.forgive("a")
+    pool.fleet.trust.forgive("a")
     assert pool.serving == {"a", "b", "c"}
     pool.outcomes("a", True)
     assert pool.serving == {"b", "c"}
-    pool.fleet.at_fault("b")
+    pool.fleet.trust.at_fault("b")
     assert pool.serving == {"c"}
     assert pool.member("b").left_out == "it failed the gateway's own request"
 
@@ -274,8 +274,8 @@ class FailureMachine(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS))
     def suspect(self, worker):
-        self.pool.fleet.suspect(worker, "test")
-        self.pool.fleet.trust(worker)
+        self.pool.fleet.trust.suspect(worker, "test")
+        self.pool.fleet.trust.alive(worker)
 
     @invariant()
     def those_serve_that_the_model_says(self):

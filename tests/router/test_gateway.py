@@ -206,7 +206,7 @@ async def test_health_is_about_the_process_and_ready_about_the_pool():
         assert body["reasons"] == ["no worker has announced itself in the pool 'default'"]
         rig.fleet.on_card(card("a", state="starting"))
         rig.fleet.on_card(card("b"))
-        rig.fleet.suspect("b", "it refused a connection")
+        rig.fleet.trust.suspect("b", "it refused a connection")
         _, _, body = await rig.get("/ready")
         assert body["reasons"] == [
             "none of the 2 workers can serve: a is starting, "

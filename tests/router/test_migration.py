@@ -80,13 +80,15 @@ async def test_a_stream_goes_on_again_and_again_up_to_the_limit() -> None:
 async def test_a_worker_that_cannot_be_reached_does_not_end_the_stream() -> None:
     async with Rig(workers=3) as rig:
         bad, away, good = rig.workers
-        bad.answer, good.answer = bad.generate(6, cut_after=2), good.generate(6)
         assert (await rig.complete("x"))[0] == 200  # the tokenizer is known from now on
+        bad.answer, good.answer = bad.generate(6, cut_after=2), good.generate(6)
         favour(rig)
         rig.fleet.on_card(away.card(address=refused_address()))
-        for _ in range(4):  # both others are idle: each is first at times
-            _, body = await streamed(rig)
-            assert body == b"".join(WHOLE) + b"data: [DONE]\n\n"
+        rig.fleet.on_report(report("w1", stored=chain_of_text(PROMPT)[:1]))  # second, after w0
+        _, body = await streamed(rig)
+        assert body == b"".join(WHOLE) + b"data: [DONE]\n\n"
+        assert count(rig, "failed_attempts", reason="connect") == 1
+        assert count(rig, "migrations") == 2
 
 
 async def test_without_another_worker_the_stream_ends_with_an_error_at_once() -> None:
