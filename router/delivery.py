@@ -15,7 +15,6 @@ from cluster.protocol import (
     HEADER_REQUEST_ID,
     HEADER_WORKER,
     GenerateRequest,
-    RequestError,
 )
 from router.dispatch import Placement
 from router.http_messages import Request, Response, Stream
@@ -122,10 +121,6 @@ class Delivery:
             self._begin().end(data)
             return None
         return Response(b"".join([*self._parts, data]).rstrip(b"\n"), headers=self._headers)
-
-    def fail(self, error: RequestError) -> None:
-        """End a stream that has begun with an error event."""
-        self._begin().end(b"data: " + error.body() + EVENT_END)
 
     def interrupted(self, ids: bytes) -> None:
         """The attempt ended early, `ids` (packed) after its start."""

@@ -63,10 +63,11 @@ def error_response(error: RequestError, headers: Mapping[str, str] | None = None
 
 
 def _with_error(request: Request, error: RequestError) -> Response | None:
-    """End the request with an error: an event if its stream has begun."""
+    """End the request with an error: an event if its stream has begun. Raises ClientGone."""
     if request.stream is None or not request.stream.started:
-        return error_response(error)
-    request.stream.end(b"data: " + error.body() + b"\n\n")
+        return error_response(error, {"Allow": request.allowed} if request.allowed else None)
+    if not request.stream.ended:
+        request.stream.end(b"data: " + error.body() + b"\n\n")
     return None
 
 
@@ -155,13 +156,13 @@ class Edge:
             assert request.handler is not None
             return await request.handler(request)
         except RequestError as error:
-            return error_response(error, {"Allow": request.allowed} if request.allowed else None)
+            return _with_error(request, error)
         except ClientGone:
             raise
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
             if request.stream is not None and request.stream.started:
-                return None
+                return None  # which cuts the connection
             return error_response(
                 RequestError(
                     "the gateway failed to handle this request; see its log",

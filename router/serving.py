@@ -86,8 +86,8 @@ class Serving:
                     continue
                 # the prompt is not hashed yet, or for workers that have been replaced
                 if prompt is None or prompt.namespace != group.reference.namespace:
-                    if delivery.resumes:
-                        break  # another model cannot go on
+                    if delivery.begun:
+                        break  # other weights cannot go on
                     prompt = await self._tokenise(asked, group)
                     delivery.generate = self._to_worker(
                         asked, request_id, prompt, group.context_tokens
@@ -130,9 +130,7 @@ class Serving:
                     prompt = prompt._replace(token_ids=generate.token_ids + generate.output_ids)
             if delivery.begun:
                 self._metrics.attempts.broken_streams += 1
-                delivery.fail(failure)
-                return None
-            raise failure
+            raise failure  # which becomes an event of a stream that has begun
 
     def _may_try(self, delivery: Delivery, tried: int) -> bool:
         if tried and delivery.resumes:

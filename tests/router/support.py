@@ -225,7 +225,9 @@ class FakeWorker:
 
         return answer
 
-    def generate(self, tokens: int, cut_after: int | None = None, error: bytes = b"") -> Answer:
+    def generate(
+        self, tokens: int, cut_after: int | None = None, error: bytes = b"", hit: int = 16
+    ) -> Answer:
         """Generate the token ids 1, 2, … as frames with a word each, after those of the request.
 
         cut_after   frames after which the connection ends
@@ -235,7 +237,7 @@ class FakeWorker:
         async def answer(request: web.Request, generate: GenerateRequest) -> web.StreamResponse:
             kind = "text/event-stream" if generate.stream else "application/json"
             headers = {HEADER_PROGRESS: "1", "Content-Type": kind}
-            response = web.StreamResponse(headers=self.headers(generate, hit=16) | headers)
+            response = web.StreamResponse(headers=self.headers(generate, hit) | headers)
             await response.prepare(request)
             done = len(generate.output_ids) // 4
             for number in range(done + 1, tokens + 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 
 import aiohttp
 import msgspec
@@ -12,6 +13,7 @@ from cluster.blocks import pack_tokens, unpack_tokens
 from cluster.frames import FrameReader
 from cluster.protocol import HEADER_HIT_TOKENS, HEADER_PROGRESS, GenerateRequest, Sampling
 from tests.worker.conftest import StartWorker
+from worker.messages import Output
 from worker.server import WorkerServer
 
 PROMPT = [(7 * i) % 250 for i in range(70)]
@@ -115,6 +117,8 @@ async def test_a_whole_response_goes_on_after_any_token(
     _, _, body = await post(other, msgspec.structs.replace(whole, progress=True))
     frames = frames_of(body)
     assert b"".join(passed for passed, _ in frames) == plain + b"\n"
+    assert frames[0] == (b"", frames[0][1])  # with the first token, long before the end
+    assert len(frames[0][1]) == 4
     ids = b"".join(packed for _, packed in frames)
     for cut in (1, 5, 23):
         output_ids = ids[: 4 * cut]
@@ -134,3 +138,25 @@ async def test_what_cannot_go_on_is_refused_in_words(start_worker: StartWorker) 
         status, _, body = await post(worker, msgspec.structs.replace(whole, output_ids=output_ids))
         assert status == 400
         assert told in json.loads(body)["error"]["message"]
+
+
+@pytest.mark.parametrize("progress", [True, False])
+async def test_a_request_that_fails_in_its_stream_says_so_in_a_frame(
+    start_worker: StartWorker, monkeypatch: pytest.MonkeyPatch, progress: bool
+) -> None:
+    worker = await start_worker()
+
+    async def generate(request: object) -> AsyncIterator[Output]:
+        yield Output("a", [65])
+        yield Output("a", [], "error", error="not finite")
+
+    monkeypatch.setattr(worker.service.engine, "generate", generate)
+    request = wanted(SAMPLINGS["greedy"], stream=True, progress=progress)
+    if not progress:
+        with pytest.raises(aiohttp.ClientPayloadError):
+            await post(worker, request)
+        return
+    reader = FrameReader()
+    reader.feed((await post(worker, request))[2])
+    assert (reader.ids, reader.last) == (pack_tokens([65]), False)
+    assert "not finite" in json.loads(reader.error)["error"]["message"]
