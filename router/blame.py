@@ -1,7 +1,7 @@
 """Whose fault a failure is: the worker's, or the request's own.
 
-A request that fails in the same way at two workers, before either has generated anything, is not
-carried to a third: it may be what ends them. If both still answer, but with an error, the gateway
+A request that fails in the same way at two workers, after the same output, is not carried to a
+third: it may be what ends them. If both still answer, but with an error, the gateway
 sends each a request of its own first; one that fails as well is the worker's fault.
 """
 
@@ -35,9 +35,14 @@ class Blame:
         self, delivery: Delivery, placement: Placement, failed: Failed
     ) -> RequestError | None:
         """An attempt has failed. The error for the client if that is the request's own fault."""
-        if failed.reason not in BLAMED or delivery.resumes:
+        if failed.reason not in BLAMED:
             return None
-        way = (failed.reason, failed.error.status, failed.error.code)
+        way = (
+            failed.reason,
+            failed.error.status,
+            failed.error.code,
+            len(delivery.generate.output_ids),
+        )
         before = self._seen.setdefault(way, placement)
         if before is placement:
             return None

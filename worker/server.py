@@ -263,8 +263,9 @@ async def _answer(
         # Too late for a status. Without frames, the gateway notices the end of the connection.
         log.warning("request %s failed while streaming: %s", wanted.request_id, error)
         if wanted.progress and isinstance(error, RequestError):
-            await response.write(error_frame(error.body()))
-            await response.write_eof()
+            with contextlib.suppress(ConnectionResetError):
+                await response.write(error_frame(error.body()))
+                await response.write_eof()
         elif request.transport is not None:
             request.transport.close()
     return response

@@ -211,6 +211,39 @@ async def test_an_error_of_the_engine_is_tried_elsewhere_and_then_told() -> None
         assert b"[DONE]" not in body
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("kind", ["dropped", "failed"])
+async def test_a_request_that_ends_two_workers_after_the_same_token_is_not_sent_to_a_third(
+    kind: str, stream: bool
+) -> None:
+    error = json.dumps({"error": {"message": "NaN", "type": "server_error"}}).encode()
+    async with Rig(workers=3) as rig:
+        for worker in rig.workers:
+            ends = {"error": error} if kind == "failed" else {"cut_after": 3}
+            then = worker.generate(4, **ends)
+            at_once = worker.generate(
+                4, **(ends | ({"cut_after": 0} if "cut_after" in ends else {}))
+            )
+
+            async def answer(request, generate, then=then, at_once=at_once):
+                if generate.kind == "completion" and len(generate.token_ids) == 4:
+                    return web.json_response({})  # the gateway's own request
+                return await (at_once if generate.output_ids else then)(request, generate)
+
+            worker.answer = answer
+        if stream:
+            _, body = await streamed(rig)
+            assert body.startswith(b"".join(WHOLE[:3]) + b"data: ")
+            told = body.split(b"\n\n")[-2]
+        else:
+            status, _, answered = await rig.complete(PROMPT)
+            assert status >= 500
+            told = json.dumps(answered).encode()
+        assert b"failed in the same way at" in told
+        asked = [r for w in rig.workers for r in w.requests if len(r.token_ids) > 4]
+        assert len(asked) == 2
+
+
 async def test_a_refusal_of_the_rest_is_an_error_event() -> None:
     async with Rig(workers=2) as rig:
         bad, good = rig.workers
