@@ -3,6 +3,7 @@
 Keys of a pool share a hash tag, so that one script covers them also on Redis Cluster:
 
     stem:{<pool>}:workers               set     ids of the workers that may have a card
+    stem:{<pool>}:cards                 hash    id -> card (JSON), for when leases have lapsed
     stem:{<pool>}:worker:<id>           hash    epoch, sequence, card (JSON); lives a lease
     stem:{<pool>}:blocks:<id>:<epoch>   set     hashes cached now on the device
       …:cpu, …:disk                     sets    the same of a worker's cold tiers, if it has any
@@ -51,6 +52,7 @@ class BusKeys:
             raise ValueError(f"a pool's name may not be empty or hold braces or colons: {pool!r}")
         self.prefix = f"stem:{{{pool}}}:"
         self.workers = self.prefix + "workers"
+        self.cards = self.prefix + "cards"
         self.events = self.prefix + "events"
         self.writable = self.prefix + "writable"
 
@@ -257,6 +259,7 @@ class Publisher:
                 str(self.settings.stream_max_reports),
                 msgspec.msgpack.encode(report),
             )
+            await self._redis.hdel(keys.cards, card.worker)
         except (RedisError, OSError, TimeoutError) as error:
             log.warning("cannot deregister; the lease will expire: %s", trouble(error))
 
@@ -298,6 +301,8 @@ class Publisher:
             cold=self._take_cold(),
         )
         try:
+            if card_changed:
+                await self._redis.hset(self.keys.cards, card.worker, msgspec.json.encode(card))
             answer = await self._send(card, report, previous, cached, card_changed)
         except (RedisError, OSError, TimeoutError):
             self._received = received + self._received

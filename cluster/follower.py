@@ -136,9 +136,18 @@ class Follower:
         self.following.renew_leases(time.monotonic())
         for raw in await self._reader.smembers(self.keys.workers):
             worker = _text(raw)
-            await self._settle(Need(worker, None, repair=self.following.knows(worker)))
+            known = self.following.knows(worker)
+            await self._settle(Need(worker, None, repair=known))
+            if not known and not self.following.knows(worker):
+                await self._recall(worker)
         self._connected, self._lost_at = True, None
         self._problem, self._examined_at = "", time.monotonic()
+
+    async def _recall(self, worker: str) -> None:
+        """A worker without a lease, which lapses too where Redis takes no writes: it is asked."""
+        card = await self._reader.hget(self.keys.cards, worker)
+        if card is not None:
+            self._liveness.recall(_text(card).encode())
 
     async def _read_once(self) -> None:
         heed_cancellation()
@@ -245,6 +254,7 @@ class Follower:
     async def _forget_name(self, worker: str) -> None:
         with contextlib.suppress(ResponseError):  # a Redis that takes no writes keeps the name
             await self._reader.srem(self.keys.workers, worker)
+            await self._reader.hdel(self.keys.cards, worker)
 
     async def _find_place(self) -> None:
         """Nothing came: where the stream began anew at lower ids, read it from its beginning.

@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from cluster.following import Following
+import msgspec
+
+from cluster.following import Following, Held, Need
 from cluster.protocol import WorkerCard
 
 
@@ -21,7 +23,7 @@ class Health(NamedTuple):
 
     answers   a worker of that name answers at its address
     ready     it takes requests
-    reason    why it does not answer, in words
+    reason    why it does not answer or is not ready, in words
     """
 
     answers: bool
@@ -76,6 +78,16 @@ class Liveness:
                 self._asking[worker] = asking
         return gone
 
+    def recall(self, raw: bytes) -> None:
+        """The card (JSON) of an unknown worker without a lease: it is known if it answers."""
+        try:
+            card = msgspec.json.decode(raw, type=WorkerCard)
+        except msgspec.DecodeError:
+            return  # of another version; it is refused when it reports
+        if self._probe is not None and card.worker not in self._asking:
+            asking = asyncio.create_task(self._ask(self._probe, card, raw), name="recall")
+            self._asking[card.worker] = asking
+
     async def close(self) -> None:
         """Ask no more."""
         asking = list(self._asking.values())
@@ -83,13 +95,16 @@ class Liveness:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
 
-    async def _ask(self, probe: Probe, card: WorkerCard) -> None:
+    async def _ask(self, probe: Probe, card: WorkerCard, unknown: bytes = b"") -> None:
         asked_at = self._clock()
         try:
             health = await probe(card)
         finally:
             del self._asking[card.worker]
         if health.answers:
+            if unknown and not self._following.knows(card.worker):
+                need, held = Need(card.worker, None, repair=False), Held(card.epoch, 0, unknown, [])
+                self._following.settle(need, held, self._clock())
             self._following.keep(card, ready=health.ready, now=self._clock())
         else:
             self._following.drop_unanswering(card, health.reason, since=asked_at)

@@ -41,7 +41,7 @@ UNITS: Mapping[str, str] = MappingProxyType(
         for unit in (
             *("seconds", "bytes", "ratio"),
             *("requests", "connections", "attempts", "streams", "decisions", "workers"),
-            *("tokens", "pairs", "blocks", "hits", "misses", "steps", "preemptions"),
+            *("tokens", "pairs", "blocks", "hits", "misses", "steps", "preemptions", "migrations"),
             *("collisions", "loads", "writes", "files"),
             *("reports", "messages", "gaps", "disagreements", "repairs", "sets"),
         )

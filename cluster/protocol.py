@@ -23,6 +23,11 @@ HEADER_PROMPT_TOKENS = "x-stemroute-prompt-tokens"
 HEADER_IGNORED_FIELDS = "x-stemroute-ignored-fields"
 HEADER_HIT_TOKENS = "x-stemroute-hit-tokens"
 """Prompt tokens that the worker really reused."""
+HEADER_MIGRATIONS = "x-stemroute-migrations"
+"""How often another worker has gone on with the response, if any did before its headers were
+sent."""
+HEADER_PROGRESS = "x-stemroute-progress"
+"""Of a worker's response: "1" if its body is in frames."""
 HEADER_PREDICTED_HIT_TOKENS = "x-stemroute-predicted-hit-tokens"
 HEADER_EXPLAIN = "x-stemroute-explain"
 """Of a request: "1" has the gateway keep its decision for `/admin/decisions/{request id}`."""
@@ -188,6 +193,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority         lower ones start first; of equal ones the earlier
     include_usage    stream a last chunk with `usage`
     continuous_usage every streamed chunk carries the `usage` so far
+    created          time of the response, in seconds since 1970; 0: now
+    progress         the body is in frames (`cluster.frames`), so that another worker can go on
+    output_ids       tokens that other workers have generated, `pack_tokens`: the response goes on
+                     after their text
+    hit_tokens       prompt tokens that the first of those workers reused, for `usage`
     """
 
     request_id: str
@@ -203,6 +213,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_type: str = ""
     turn: int = 0
     priority: int = 0
+    created: int = 0
+    progress: bool = False
+    output_ids: bytes = b""
+    hit_tokens: int = 0
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

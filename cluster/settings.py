@@ -60,13 +60,23 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                          idle for 5 s is closed for a new one, otherwise the new one gets 503
     write_timeout_s      close a connection whose client has read nothing of its response for this
                          many seconds, and cancel the request
-    attempts             most workers that are tried per request
+    attempts             most workers that are tried per request, until one responds; those that
+                         fail every request do not count
+    migrations           how often another worker may go on with a response whose worker has failed
     connect_timeout_s    timeout for connecting to a worker
     first_byte_timeout_s timeout for a worker's response headers
+    inter_token_timeout_s a response that has begun and then sends nothing for this many seconds
+                         has failed
+    stall_timeout_s      a worker without a sign of life (a report, a byte of a response, an answer
+                         to `GET /health`) for this many seconds gets no requests until the next
+                         one, and those under way there fail
     default_max_tokens   max_tokens of requests that set none (bounded by the context)
     queue                size of the admission queue, in which requests wait until a worker is
                          ready and has room, first in, first out; 0: no queue
     queue_timeout_s      longest wait in the admission queue; then 429, or 503 if no worker is ready
+    drain_notice_s       at shutdown, time for which /ready fails while requests are still served,
+                         so that load balancers send new ones elsewhere
+    drain_timeout_s      then, grace period for requests under way; the rest ends with an error
     index_max_pairs      most (block, worker) pairs in the prefix index, about 90 bytes each; a
                          full index drops the deepest blocks
     """
@@ -84,12 +94,22 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_connections: Annotated[int, msgspec.Meta(ge=1)] = 10_000
     write_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     attempts: int = 3
+    migrations: Annotated[int, msgspec.Meta(ge=0)] = 3
     connect_timeout_s: float = 2.0
     first_byte_timeout_s: float = 600.0
+    inter_token_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    stall_timeout_s: Annotated[float, msgspec.Meta(ge=0.5)] = 3.0
     default_max_tokens: int = 1024
     queue: Annotated[int, msgspec.Meta(ge=0)] = 0
     queue_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    drain_notice_s: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    drain_timeout_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
     index_max_pairs: Annotated[int, msgspec.Meta(ge=1)] = 20_000_000
+
+    @property
+    def shutdown_s(self) -> float:
+        """Longest time from the signal to the end of a drain."""
+        return self.drain_notice_s + self.drain_timeout_s
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,6 +146,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     advertise_host   host name that gateways connect to; "": the node's address
     port             port of the worker's HTTP server; 0: a free port
     drain_timeout_s  grace period at shutdown for running requests
+    stall_timeout_s  an engine that sends nothing for this many seconds is stalled, and its requests
+                     fail; within a step, twice the longest measured step is allowed in addition
     cache_dir        directory of converted weights; "": ~/.cache/stemroute
     """
 
@@ -156,6 +178,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     advertise_host: str = ""
     port: int = 0
     drain_timeout_s: float = 30.0
+    stall_timeout_s: Annotated[float, msgspec.Meta(ge=1)] = 2.0
     cache_dir: str = ""
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import random
 import socket
 from urllib.parse import urlsplit
 
@@ -29,6 +31,20 @@ def listen_address(host: str, port: int) -> tuple[socket.AddressFamily, tuple[st
     """Address family, and numeric host with port, to listen at. Raises OSError for no address."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     return family, (str(address[0]), int(address[1]))
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on, to be used later.
+
+    It is one that the system gives to no connection and to no listener on port 0, so that it is
+    most likely still free then. Ray uses ports below 20,000. Raises OSError for no address.
+    """
+    family, (numeric, _) = listen_address(host, 0)
+    for port in random.sample(range(20_000, 32_000), 50):
+        with contextlib.suppress(OSError), socket.create_server((numeric, port), family=family):
+            return port
+    with socket.create_server((numeric, 0), family=family) as probe:
+        return int(probe.getsockname()[1])
 
 
 def is_loopback(url: str) -> bool:

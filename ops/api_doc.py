@@ -18,6 +18,7 @@ from cluster.protocol import (
     HEADER_EXPLAIN,
     HEADER_HIT_TOKENS,
     HEADER_IGNORED_FIELDS,
+    HEADER_MIGRATIONS,
     HEADER_POLICY,
     HEADER_PREDICTED_HIT_TOKENS,
     HEADER_PROMPT_TOKENS,
@@ -68,7 +69,8 @@ ENDPOINTS = [
         "GET",
         "/ready",
         "",
-        "200 if requests can be served, otherwise 503 and the reasons",
+        "200 if requests can be served, otherwise 503 and the `reasons`; `degraded` names problems "
+        "although requests are served, such as a reduced capacity or reports that do not arrive",
     ),
     Endpoint("GET", "/metrics", "", "[metrics](metrics.md#gateway) for Prometheus"),
     Endpoint("GET", "/admin/fleet", "admin", "the workers, their load and the state of the index"),
@@ -143,7 +145,9 @@ STREAM_OPTIONS = {
 
 RESPONSE_HEADERS = {
     HEADER_REQUEST_ID: "the request's id, for `/admin/decisions/{request_id}`",
-    HEADER_WORKER: "the worker that answered",
+    HEADER_WORKER: "the worker that began the response",
+    HEADER_MIGRATIONS: "how many workers went on with the response of one that had failed, if any "
+    "did before the headers were sent",
     HEADER_IGNORED_FIELDS: "fields of the body that are not known, if there are any",
     HEADER_POLICY: "the policy that chose it",
     HEADER_PROMPT_TOKENS: "tokens of the prompt",
@@ -226,6 +230,13 @@ ERRORS = [
     ),
     ErrorCode(
         "too_many_connections", "503", SERVICE_UNAVAILABLE, "`gateway.max_connections` are open"
+    ),
+    ErrorCode(
+        "gateway_stopping",
+        "503",
+        SERVICE_UNAVAILABLE,
+        "the gateway shuts down and the request did not end within `gateway.drain_timeout_s`; "
+        "a stream ends with this error as an event",
     ),
     ErrorCode("no_worker", "503", SERVICE_UNAVAILABLE, "no worker is ready to load weights"),
     ErrorCode(

@@ -31,7 +31,7 @@ from ops.start_stop import StartStop
 
 START_S = 60.0
 STOP_S = 15.0
-"""For all processes to end; the rest is killed."""
+"""For all processes to end, after the time in which they drain; the rest is killed."""
 
 LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 
@@ -70,10 +70,10 @@ class GatewayProcesses(StartStop):
             self._blame()
 
     def stop(self) -> None:
-        """Let all drain and end; kill what is left after `STOP_S`, or at a second signal."""
+        """Let all drain and end; kill what is left `STOP_S` later, or at a second signal."""
         for child in self._children:
             child.lifeline.close()
-        deadline = time.monotonic() + STOP_S
+        deadline = time.monotonic() + self._settings.gateway.shutdown_s + STOP_S
         try:
             for child in self._children:
                 with contextlib.suppress(subprocess.TimeoutExpired):

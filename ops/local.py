@@ -18,7 +18,7 @@ import httpx
 import msgspec
 
 from cluster.settings import Settings, settings_environment
-from ops.addresses import listen_address, listen_url
+from ops.addresses import free_port, listen_address, listen_url
 from ops.keeper import Keeper, KeeperError
 from ops.start_stop import StartStop
 from ops.up_record import record_path, write_record
@@ -29,6 +29,8 @@ OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """Ray's smallest useful object store: Stemroute puts nothing into it."""
 
 GATEWAY_START_S = 60.0
+GATEWAY_STOP_S = 15.0
+"""For the gateway to end, after the time in which it drains; then it is killed."""
 
 LONGEST_RAY_DIRECTORY = 40
 """Ray puts sockets below its directory, whose paths may have 107 bytes. Where the temporary
@@ -84,7 +86,8 @@ class LocalCluster(StartStop):
                 parts.callback(ray.shutdown)
                 parts.callback(_drain_workers)
             if self._gateway is not None:
-                parts.callback(_end, self._gateway, keeper)
+                timeout_s = self.settings.gateway.shutdown_s + GATEWAY_STOP_S
+                parts.callback(_end, self._gateway, keeper, timeout_s)
                 self._gateway = None
 
     def watch(self) -> None:
@@ -103,9 +106,9 @@ class LocalCluster(StartStop):
     def _choose_port(self) -> None:
         gateway = self.settings.gateway
         try:
-            family, address = listen_address(gateway.host, gateway.port)
-            with socket.create_server(address, family=family) as probe:
-                port = probe.getsockname()[1]
+            port = gateway.port or free_port(gateway.host)
+            family, address = listen_address(gateway.host, port)
+            socket.create_server(address, family=family).close()
         except OSError as error:
             raise LocalClusterError(
                 f"the gateway cannot listen on {gateway.host}:{gateway.port} ({error.strerror}): "
@@ -251,10 +254,10 @@ def _secret(settings: Settings) -> str:
     return new
 
 
-def _end(process: subprocess.Popen[bytes], keeper: Keeper | None) -> None:
+def _end(process: subprocess.Popen[bytes], keeper: Keeper | None, timeout_s: float) -> None:
     process.terminate()
     try:
-        process.wait(15)
+        process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

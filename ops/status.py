@@ -64,6 +64,8 @@ def status_table(fleet: dict[str, Any]) -> RenderableType:
 def _state(worker: dict[str, Any]) -> Text:
     if worker["kept"]:
         return Text(f"{worker['state']}, last report {worker['report_age_s']:.0f} s ago", "yellow")
+    if worker["left_out"]:
+        return Text(f"{worker['state']}, left out: {worker['left_out']}", "red")
     return Text(worker["state"], style="green" if worker["state"] == "ready" else "yellow")
 
 

@@ -79,6 +79,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     indexed_blocks   its blocks in this gateway's index; `cached_blocks` is from its report
     dropped_blocks   its blocks that the index dropped because it was full
     routed           requests sent to it since it appeared
+    left_out         why it gets no requests although it is ready; "" if it does
     report_age_s     seconds since its last report; None before the first
     kept             its lease has expired, but it answers directly
     """
@@ -90,6 +91,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     state: WorkerState
     device: str
     suspect: bool
+    left_out: str
     pending_prefill_tokens: int
     running: int
     waiting: int
@@ -231,15 +233,10 @@ class Admin:
             policy=self._dispatcher.policy.name,
             requests_total=fleet.requests_total,
             in_flight=fleet.in_flight,
-            bus=BusView(
-                connected=status.connected,
-                stale=index.stale,
-                reason=index.reason,
-                warning=status.warning,
-                reports=status.reports,
-                gaps=status.gaps,
-                disagreements=status.disagreements,
-                repairs=status.repairs,
+            bus=msgspec.convert(
+                msgspec.structs.replace(status, stale=index.stale, reason=index.reason),
+                BusView,
+                from_attributes=True,
             ),
             refused={**status.refused, **fleet.refused()},
             disagreeing=disagreeing(fleet, status),
@@ -260,6 +257,7 @@ class Admin:
                     state=member.state,
                     device=card.device,
                     suspect=member.suspect_until > 0,
+                    left_out=member.left_out,
                     pending_prefill_tokens=load.pending_prefill_tokens,
                     running=load.running,
                     waiting=load.waiting,

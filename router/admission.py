@@ -21,7 +21,6 @@ simulation passes its virtual clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from functools import partial
 from typing import Protocol, Self
 
@@ -112,14 +111,13 @@ class Ticket:
     def move(self, prompt: Prompt, tried: Collection[str]) -> Placement | None:
         """Replace the booking by one at a worker that was not `tried`; None if there is none.
 
-        A retry never waits in the queue.
+        A retry does not wait in the queue.
         """
         dispatcher = self._admission._dispatcher
         former, self.placement = self.placement, None
         if former is not None:
             dispatcher.fleet.release(former.booking)
-        with suppress(NoRoom):
-            self.placement = dispatcher.place(self.model, prompt, self.request_id, tried)
+        self.placement = dispatcher.place(self.model, prompt, self.request_id, tried)
         return self.placement
 
     def close(self) -> None:
@@ -226,7 +224,7 @@ class Admission:
         if self._looking_later is not None:
             self._looking_later.cancel()
             self._looking_later = None
-        back_s = self._fleet.next_return_s()
+        back_s = self._fleet.trust.next_return_s()
         if self._queues and back_s is not None:
             self._looking_later = self._scheduler.call_later(back_s, self._look_soon)
 

@@ -42,9 +42,13 @@ class Boundaries:
     def __init__(self, tokenizer_json: str, hint: str) -> None:
         added = msgspec.json.decode(tokenizer_json, type=_TokenizerFile).added_tokens or []
         tokens = boundary_tokens(added)
-        self.tokens = [token for token in tokens if token in hint] or tokens
+        self.tokens = tuple(token for token in tokens if token in hint) or tuple(tokens)
         self._pattern = re.compile("|".join(map(re.escape, self.tokens)))
         self._longest = max(map(len, self.tokens), default=0)
+
+    def at(self, text: str, place: int) -> bool:
+        """Whether a boundary token begins at this index, so that `text` may be cut there."""
+        return text.startswith(self.tokens, place)
 
     def next_in(self, text: str, start: int) -> int | None:
         """The first index, not before `start`, where `text` may be cut; None if there is none."""

@@ -35,20 +35,20 @@ class ColdIndex:
     def apply(self, slot: int, cold: ColdReport, load: Load) -> bool:
         """Apply a worker's report. False if the index then holds another number of blocks than it
         states."""
-        if cold.cpu_evicted or cold.cpu_stored:
-            self._cpu.evict(slot, split_hashes(cold.cpu_evicted))
-            self._cpu.store(slot, split_hashes(cold.cpu_stored))
-        if cold.disk_evicted or cold.disk_stored:
-            self._disk.evict(slot, split_hashes(cold.disk_evicted))
-            self._disk.store(slot, split_hashes(cold.disk_stored))
+        right = True
+        for index, stored, evicted, blocks in (
+            (self._cpu, cold.cpu_stored, cold.cpu_evicted, cold.cpu_blocks),
+            (self._disk, cold.disk_stored, cold.disk_evicted, cold.disk_blocks),
+        ):
+            if stored or evicted:
+                index.evict(slot, split_hashes(evicted))
+                index.store(slot, split_hashes(stored))
+            right &= index.count(slot) + index.dropped(slot) == blocks
         self._credits[slot] = (
             credit(cold.cpu_s_per_token, load.prefill_s_per_token),
             credit(cold.disk_s_per_token, load.prefill_s_per_token),
         )
-        return all(
-            index.count(slot) + index.dropped(slot) == blocks
-            for index, blocks in ((self._cpu, cold.cpu_blocks), (self._disk, cold.disk_blocks))
-        )
+        return right
 
     def replace(self, slot: int, cpu: Sequence[bytes], disk: Sequence[bytes]) -> None:
         """The worker in `slot` holds exactly these in its tiers."""

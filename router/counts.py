@@ -7,6 +7,7 @@ as long.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 
 DECISION_BUCKETS_S = (25e-6, 50e-6, 100e-6, 200e-6, 400e-6, 1e-3, 4e-3, 16e-3, 0.1)
 FIRST_BYTE_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 60.0)
@@ -38,12 +39,11 @@ class RequestCounts:
     """
 
     def __init__(self) -> None:
-        self.answered: dict[tuple[str, int], int] = {}
+        self.answered = Counter[tuple[str, int]]()
 
     def note(self, endpoint: str, status: int) -> None:
         """A request was answered."""
-        key = endpoint, status
-        self.answered[key] = self.answered.get(key, 0) + 1
+        self.answered[endpoint, status] += 1
 
 
 class ConnectionCounts:
@@ -60,17 +60,18 @@ class ConnectionCounts:
 class AttemptCounts:
     """Attempts that failed.
 
-    failed           reason -> attempts that failed before anything was sent to the client
-    broken_streams   streams whose worker was lost after their first bytes
+    failed           reason -> failed attempts
+    migrations       attempts that went on with the response of a failed one
+    broken_streams   streams that ended with an error event
     """
 
     def __init__(self) -> None:
-        self.failed: dict[str, int] = {}
-        self.broken_streams = 0
+        self.failed = Counter[str]()
+        self.migrations = self.broken_streams = 0
 
     def note(self, reason: str) -> None:
-        """An attempt failed before anything was sent to the client."""
-        self.failed[reason] = self.failed.get(reason, 0) + 1
+        """An attempt failed."""
+        self.failed[reason] += 1
 
 
 class AnswerCounts:
@@ -110,11 +111,10 @@ class DecisionCounts:
     """
 
     def __init__(self) -> None:
-        self.made: dict[tuple[str, str], int] = {}
+        self.made = Counter[tuple[str, str]]()
         self.durations = Durations(DECISION_BUCKETS_S)
 
     def note(self, policy: str, reason: str, seconds: float) -> None:
         """A decision by `policy` took `seconds`."""
-        key = policy, reason
-        self.made[key] = self.made.get(key, 0) + 1
+        self.made[policy, reason] += 1
         self.durations.note(seconds)

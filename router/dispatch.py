@@ -68,7 +68,7 @@ class Dispatcher:
         workers that the prompt was hashed for have been replaced.
 
         The caller releases the booking. `excluded` names workers that were tried already.
-        Raises NoRoom if there are workers, but none has room.
+        Raises NoRoom if there are workers, but none has room; a retry is placed without room.
         """
         began = time.perf_counter()
         fleet, policy = self.fleet, self.policy
@@ -83,7 +83,9 @@ class Dispatcher:
             return None
         candidates = only_with_room(everybody, holds_back=self._holds_back)
         if candidates is None:
-            raise NoRoom
+            if not excluded:
+                raise NoRoom
+            candidates = everybody  # a retry does not wait here, but at its worker
         decision = policy.choose(candidates, self._rng)
         if request_id in self.recent.wanted:  # before the booking changes the load that is shown
             self.recent.keep(

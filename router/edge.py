@@ -31,6 +31,13 @@ ARGUMENT = "{"
 PROXY_HEADERS = frozenset({"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip"})
 """Headers of which a proxy adds at least one, unless it is set up not to."""
 
+STOPPING = RequestError(
+    "this gateway is shutting down and could not finish the request: retry",
+    status=503,
+    type=SERVICE_UNAVAILABLE,
+    code="gateway_stopping",
+)
+
 _JSON = {"Content-Type": "application/json"}
 _RETRY = {"Retry-After": str(RETRY_AFTER_S)}
 _MORE_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: _RETRY, 503: _RETRY}
@@ -53,6 +60,15 @@ def error_response(error: RequestError, headers: Mapping[str, str] | None = None
     """The OpenAI error object. 429 and 503 get `retry-after`, 401 gets `www-authenticate`."""
     more = _MORE_HEADERS.get(error.status, {})
     return Response(error.body(), error.status, {**_JSON, **more, **(headers or {})})
+
+
+def _with_error(request: Request, error: RequestError) -> Response | None:
+    """End the request with an error: an event if its stream has begun. Raises ClientGone."""
+    if request.stream is None or not request.stream.started:
+        return error_response(error, {"Allow": request.allowed} if request.allowed else None)
+    if not request.stream.ended:
+        request.stream.end(b"data: " + error.body() + b"\n\n")
+    return None
 
 
 def admin_body(body: bytes, kind: type[_Body], form: str, param: str) -> _Body:
@@ -124,8 +140,12 @@ class Edge:
             status = 200 if response is None else response.status
             return response
         except (asyncio.CancelledError, ClientGone):
-            status = CLIENT_GONE_STATUS
-            raise
+            if not request.cut_off:
+                status = CLIENT_GONE_STATUS
+                raise
+            response = _with_error(request, STOPPING)
+            status = 200 if response is None else response.status
+            return response
         finally:
             self._requests.note(request.endpoint, status)
 
@@ -136,13 +156,13 @@ class Edge:
             assert request.handler is not None
             return await request.handler(request)
         except RequestError as error:
-            return error_response(error, {"Allow": request.allowed} if request.allowed else None)
+            return _with_error(request, error)
         except ClientGone:
             raise
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
             if request.stream is not None and request.stream.started:
-                return None
+                return None  # which cuts the connection
             return error_response(
                 RequestError(
                     "the gateway failed to handle this request; see its log",

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from cluster.protocol import WorkerState
 from router.fleet import Fleet
@@ -170,7 +171,7 @@ def explanation_of(
     published, device, cold = _held(fleet, members, chain, prompt_tokens, block_size)
     rows = []
     for member in members:
-        hit, load = published[member.slot], fleet.load_of(member)
+        hit, load = int(published[member.slot]), fleet.load_of(member)
         expected = hits.get(member.slot, hit)
         cost, left_out = costs.get(member.slot), ""
         if cost is None:
@@ -182,8 +183,8 @@ def explanation_of(
                 worker=member.card.worker,
                 state=member.state,
                 hit_tokens=expected,
-                cold_tokens=cold[member.slot],
-                coming_tokens=device[member.slot] - hit if member.slot in hits else 0,
+                cold_tokens=int(cold[member.slot]),
+                coming_tokens=int(device[member.slot]) - hit if member.slot in hits else 0,
                 new_tokens=max(1, prompt_tokens - expected),
                 pending_tokens=load.pending_prefill_tokens,
                 batch=load.batch,
@@ -225,7 +226,7 @@ def _order(row: ExplainedWorker) -> tuple[bool, bool, float, str]:
 
 
 def _block_size(members: Sequence[Member], model: str) -> int:
-    usable = [m.card for m in members if m.card.model == model and m.usable]
+    usable = [m.card for m in members if m.card.model == model and m.serves]
     return usable[0].namespace.block_size if usable else 0
 
 
@@ -235,23 +236,17 @@ def _held(
     chain: Sequence[bytes],
     prompt_tokens: int,
     block_size: int,
-) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
-    """Prompt tokens by slot: in announced blocks; in announced and coming blocks of its device; in
-    blocks beyond these that it holds only in cold tiers."""
-    slots = [member.slot for member in members]
-    if not members or not block_size:
-        nothing = dict.fromkeys(slots, 0)
-        return nothing, nothing, nothing
+) -> NDArray[np.int64]:
+    """`[3, slots]`, prompt tokens: in announced blocks; in announced and coming blocks of its
+    device; in blocks beyond these that it holds only in cold tiers."""
+    if not block_size:
+        return np.zeros((3, 1 + max((member.slot for member in members), default=0)), np.int64)
     limit = min(len(chain), (prompt_tokens - 1) // block_size)
-    mask = sum(1 << slot for slot in slots)
+    mask = sum(1 << member.slot for member in members)
     device = fleet.device_depths(chain, mask, limit)
     published = fleet.index.depths(chain, mask, len(device), limit)
     cold = fleet.cold.ends(device, chain, mask, limit)[1] - device if fleet.cold else 0 * device
-    return (
-        {slot: int(published[slot]) * block_size for slot in slots},
-        {slot: int(device[slot]) * block_size for slot in slots},
-        {slot: int(cold[slot]) * block_size for slot in slots},
-    )
+    return np.stack([published, device, cold]) * block_size
 
 
 def _why_left_out(member: Member, model: str, prompt_tokens: int, tried: Collection[str]) -> str:
@@ -266,6 +261,8 @@ def _why_left_out(member: Member, model: str, prompt_tokens: int, tried: Collect
     if member.state != "ready":
         return f"it is {member.state}"
     if member.suspect_until:
-        return "it refused a connection; it is excluded until its next report"
+        return f"{member.suspect_why}; it is excluded until its next sign of life"
+    if member.left_out:
+        return member.left_out
     needed = -(-prompt_tokens // card.namespace.block_size)
     return f"it has no room: {member.load.free_blocks} blocks are free, the prompt needs {needed}"

@@ -25,14 +25,10 @@ from router.member import Booking, Member, ModelGroup, booked_of, idle_load, mem
 from router.policies import Candidates
 from router.prefix_index import MAX_PAIRS, PrefixIndex
 from router.signals import Signal
-from router.suspects import Suspects
+from router.trust import SUSPECT_S, Trust
 
 CLAIM_LIFE_S = 60.0
 """Longest life of a claim on coming blocks; its request mostly ends earlier."""
-
-SUSPECT_S = 5.0
-"""A worker that refused a connection is suspect until its next report, or for this time if the bus
-is unreachable and none comes."""
 
 
 class FleetCheckError(AssertionError):
@@ -45,6 +41,7 @@ class Fleet:
     clock      seconds, monotonic
     changed    sent after a worker appeared, began an epoch, changed its state or left
     room       sent after an event that may make room: a report, a request's end, a new worker
+    trust      which ready workers get no requests for now
     """
 
     def __init__(
@@ -68,7 +65,7 @@ class Fleet:
         self._table = LoadTable()
         self._spread = Spread()
         self.groups = Groups(self._table, clock)
-        self._suspects = Suspects(suspect_s)
+        self.trust = Trust(self._members, self._regroup, self.changed, self.room, clock, suspect_s)
         self._bookings: dict[int, Booking] = {}
         self._serial = 0
 
@@ -87,6 +84,7 @@ class Fleet:
         elif card.epoch > member.card.epoch:
             self._begin_epoch(member, card)
         member.card = card
+        member.heard_at = self._clock()
         self._set_state(member, card.state)
         self._refresh(member)
         if before not in ("", card.model):
@@ -119,7 +117,7 @@ class Fleet:
         member = self._members.get(report.worker)
         if member is None or member.card.epoch != report.epoch:
             return True
-        self.last_report_at = self._clock()
+        self.last_report_at = member.heard_at = self._clock()
         if report.evicted:
             self.index.evict(member.slot, split_hashes(report.evicted))
         if report.stored:
@@ -130,7 +128,7 @@ class Fleet:
         self._refresh(member)
         self._refresh_speeds(member)
         if report.state != member.state or member.suspect_until:
-            self._suspects.trust(member)
+            self.trust.reported(member)
             self._set_state(member, report.state)
             self._regroup(member.card.model)
             self.changed.send()
@@ -150,7 +148,7 @@ class Fleet:
         self.index.drop(slot)
         self.cold.drop(slot)
         self.coming.drop(slot)
-        self._suspects.trust(member)
+        self.trust.reset(member)
         self._by_slot[slot] = None
         self._table.clear(slot)
         member.slot = -1
@@ -286,6 +284,7 @@ class Fleet:
         else:  # another request with the same id: the later one counts
             member.unnamed[request_id] = booking
             self._table.put(slot, booked_of(member))
+        self.trust.booked(booking)
         member.routed += 1
         self.requests_total += 1
         return booking
@@ -301,18 +300,8 @@ class Fleet:
             del member.unnamed[booking.request_id]
             if member.slot >= 0:
                 self._table.put(member.slot, booked_of(member))
+        self.trust.released(booking)
         self.room.send()
-
-    def suspect(self, worker: str) -> None:
-        """A worker refused a connection: it is suspect until its next report."""
-        member = self._members.get(worker)
-        if member is not None:
-            self._suspects.add(member, self._clock())
-            self._regroup(member.card.model)
-
-    def next_return_s(self) -> float | None:
-        """Seconds until the next suspect becomes a candidate again; None if there is none."""
-        return self._suspects.next_return_s(self._clock())
 
     @property
     def in_flight(self) -> int:
@@ -321,6 +310,7 @@ class Fleet:
 
     def members(self) -> list[Member]:
         """All workers, by name."""
+        self._expire()
         return [self._members[name] for name in sorted(self._members)]
 
     def load_of(self, member: Member) -> Load:
@@ -360,9 +350,15 @@ class Fleet:
             if occupant is None and (self.index.count(slot) or any(self._table.row(slot))):
                 raise FleetCheckError(f"slot {slot} is free but not empty")
         for model, group in self.groups.by_model.items():
-            usable = [m.slot for m in self._of(model) if m.usable]
-            if sorted(usable) != group.slots.tolist() or sum(1 << s for s in usable) != group.mask:
-                raise FleetCheckError(f"{model}: usable slots {usable}, kept {group.slots}")
+            serving = [m.slot for m in self._of(model) if m.serves]
+            if (
+                sorted(serving) != group.slots.tolist()
+                or sum(1 << s for s in serving) != group.mask
+            ):
+                raise FleetCheckError(f"{model}: slots {serving} serve, kept {group.slots}")
+            usable = [m for m in self._of(model) if m.usable]
+            if not {m.slot for m in usable} >= {*serving} or bool(usable) != bool(serving):
+                raise FleetCheckError(f"{model}: slots {serving} serve, usable {usable}")
 
     # Inner workings
 
@@ -383,7 +379,7 @@ class Fleet:
         self.coming.drop(member.slot)
         member.load = idle_load(card)
         self._refresh_speeds(member)
-        self._suspects.trust(member)
+        self.trust.reset(member)
         if card.address != member.card.address:
             # another process: it did not receive the requests of the old one
             member.unnamed.clear()
@@ -396,11 +392,8 @@ class Fleet:
         member.ready_serial = self._serial if state == "ready" else 0
 
     def _expire(self) -> None:
-        now = self._clock()
-        self.coming.expire(now)
-        for member in self._suspects.due(now):
-            self._suspects.trust(member)
-            self._regroup(member.card.model)
+        self.coming.expire(self._clock())
+        self.trust.expire()
 
     def _refresh(self, member: Member) -> None:
         if member.slot >= 0:
@@ -414,4 +407,6 @@ class Fleet:
         return [member for member in self._members.values() if member.card.model == model]
 
     def _regroup(self, model: str) -> None:
-        self.groups.put(model, self._of(model))
+        members = self._of(model)
+        self.trust.refresh(members)
+        self.groups.put(model, members)

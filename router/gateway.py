@@ -43,15 +43,13 @@ from router.readiness import ReadyView, readiness
 from router.serving import Serving
 from router.shadow import Shadows, parse_shadows
 from router.siblings import Siblings
+from router.stalls import ANSWER_WITHIN, StallWatch
 from router.tokenization import Tokenization
 from router.worker_admin import WorkerAdmin
 from router.worker_calls import WorkerCalls
 from router.worker_connections import WorkerConnections
 
 log = logging.getLogger(__name__)
-
-DRAIN_S = 5.0
-"""Time for running responses to end when the gateway stops."""
 
 GC_ALLOCATIONS = 20_000
 """New objects between two garbage collections. A request makes some hundred objects that live a few
@@ -63,6 +61,10 @@ values."""
 
 FETCH_TIMEOUT_S = 30.0
 """Time for a worker to send its tokenizer."""
+
+LEASE_PROBE_S, LEASE_PROBES = 2.0, 3
+"""A worker whose lease has lapsed is gone if it answers none of so many requests in this time each;
+a busy one may answer late."""
 
 
 class BusFollower(Protocol):
@@ -95,7 +97,6 @@ class Gateway:
     """A gateway that can be started and stopped once.
 
     follower_factory   makes the follower that feeds the fleet; the default follows Redis
-    drain_s            time for running responses to end at `stop`
     siblings           the gateway's processes, if it has several
     """
 
@@ -104,7 +105,6 @@ class Gateway:
         settings: Settings,
         follower_factory: Callable[[Fleet], BusFollower] | None = None,
         *,
-        drain_s: float = DRAIN_S,
         siblings: Siblings | None = None,
     ) -> None:
         self.settings = settings
@@ -121,7 +121,6 @@ class Gateway:
             holds_back=settings.gateway.queue > 0,
         )
         self.admission: Admission
-        self._drain_s = drain_s
         self._siblings = siblings
         self._started_at = int(time.time())
         self._following: asyncio.Task[None] | None = None
@@ -143,7 +142,10 @@ class Gateway:
             raise
 
     async def stop(self) -> None:
-        """Accept no new requests, let responses end, then stop everything. Idempotent."""
+        """Become unready, then accept no new requests, let responses end and stop everything.
+
+        Idempotent. If it is cancelled, responses are cut off at once.
+        """
         await self._cleanup.aclose()
 
     async def _start(self) -> None:
@@ -181,7 +183,9 @@ class Gateway:
             self.metrics,
         )
         self._following = asyncio.create_task(self._follower.run(), name="bus follower")
-        self._cleanup.push_async_callback(self._stop_following, self._following)
+        self._cleanup.push_async_callback(self._end, self._following)
+        watch = asyncio.create_task(self._stall_watch().run(), name="stall watch")
+        self._cleanup.push_async_callback(self._end, watch)
         edge = Edge(settings, self.metrics.requests)
         edge.add(await self._routes())
         self._server = _server(edge, settings, self.metrics.connections)
@@ -189,7 +193,9 @@ class Gateway:
         host, port = await self._server.start(
             settings.host, settings.port, shared=self._siblings is not None
         )
-        self._cleanup.push_async_callback(self._server.stop, self._drain_s)
+        self._cleanup.push_async_callback(
+            self._server.stop, settings.drain_timeout_s, settings.drain_notice_s
+        )
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def _routes(self) -> list[Route]:
@@ -223,7 +229,7 @@ class Gateway:
         private.add(combined.private_routes())
         server = _server(private, settings, ConnectionCounts())
         await server.start_unix(self._siblings.socket_path)
-        self._cleanup.push_async_callback(server.stop, self._drain_s)
+        self._cleanup.push_async_callback(server.stop, settings.drain_timeout_s)
         return combined.routes()
 
     def _redis_follower(self, fleet: Fleet) -> BusFollower:
@@ -235,17 +241,23 @@ class Gateway:
             fleet,
             self.settings.bus,
             self.settings.secret.encode(),
-            HealthProbe(lambda: self._session),
+            HealthProbe(lambda: self._session, LEASE_PROBE_S, LEASE_PROBES),
         )
 
-    async def _stop_following(self, task: asyncio.Task[None]) -> None:
+    def _stall_watch(self) -> StallWatch:
+        timeout_s = self.settings.gateway.stall_timeout_s
+        probe = HealthProbe(lambda: self._session, ANSWER_WITHIN * timeout_s)
+        inter_token_s = self.settings.gateway.inter_token_timeout_s
+        return StallWatch(self.fleet, self._workers, probe, timeout_s, inter_token_s)
+
+    async def _end(self, task: asyncio.Task[None]) -> None:
         task.cancel()
         try:
             await task
         except asyncio.CancelledError:
             pass
         except Exception:
-            log.exception("the bus follower had failed")
+            log.exception("the %s had failed", task.get_name())
 
     async def _fetch_model(self, card: WorkerCard) -> ModelInfo:
         return await self._calls.ask("GET", f"{card.address}/model", ModelInfo, FETCH_TIMEOUT_S)
@@ -300,7 +312,8 @@ class Gateway:
 
     def readiness(self) -> ReadyView:
         """Whether requests can be served, and by prefix, with the reasons in words if not."""
-        return readiness(self.settings.pool, self.fleet, self._bus_status())
+        stopping = self._server.closing
+        return readiness(self.settings.pool, self.fleet, self._bus_status(), stopping=stopping)
 
     def _bus_status(self) -> BusStatus:
         """The follower's status, or that it has stopped."""

@@ -52,7 +52,10 @@ def group_of(members: Sequence[Member], former: ModelGroup | None, table: LoadTa
     reference = (like_before or ready)[0].card if ready else None
     for member in members:
         member.refused = difference(member.card, reference) if reference else ""
-    usable = sorted(member.slot for member in members if member.usable)
+    serving = _serving(members)
+    for member in members:
+        member.serves = member in serving
+    usable = sorted(member.slot for member in serving)
     slots = np.array(usable, dtype=np.int64)
     run = run_of(slots)
     return ModelGroup(
@@ -64,3 +67,13 @@ def group_of(members: Sequence[Member], former: ModelGroup | None, table: LoadTa
         None if run is None else table.columns(slots, run),
         Traffic() if former is None else former.traffic,
     )
+
+
+def _serving(members: Sequence[Member]) -> list[Member]:
+    """The usable members that are not avoided; the least bad ones if all are."""
+    usable = [member for member in members if member.usable]
+    serving = [member for member in usable if not member.avoided]
+    if serving or not usable:
+        return serving
+    least = min(member.failure_rate for member in usable)
+    return [member for member in usable if member.failure_rate == least]

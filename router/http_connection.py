@@ -62,7 +62,7 @@ class Owner(Protocol):
 
     @property
     def closing(self) -> bool:
-        """Whether new requests are no longer served."""
+        """Whether connections are closed after their next response."""
 
     def opened(self, connection: ClientConnection) -> bool:
         """The connection is open. Returns whether its requests will be served."""
@@ -138,6 +138,17 @@ class ClientConnection(asyncio.Protocol):
 
     # Called by the owner
 
+    @property
+    def has_request(self) -> bool:
+        """Whether a request has arrived, or its body is arriving, that is not answered yet."""
+        return self.task is not None or self._coming is not None
+
+    def cut_off(self) -> None:
+        """The owner stops: the request being answered ends with an error."""
+        if self.task is not None and self._answering is not None:
+            self._answering.cut_off = True
+            self.task.cancel()
+
     def stalled_s(self, now: float) -> float:
         """Time since the client last received any of the pending bytes; 0 if none is pending."""
         unsent = self.unsent_bytes
@@ -160,9 +171,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self._hear()
-        if self._owner.closing:
-            self.transport.abort()
-        elif not self._owner.opened(self):
+        if not self._owner.opened(self):
             self._throws_away = True
             if not self.transport.is_closing():
                 nothing_asked = Request(self, {}, "", "", "1.1", False)
@@ -337,6 +346,7 @@ class ClientConnection(asyncio.Protocol):
         try:
             while waiting:
                 request = self._answering = waiting.popleft()
+                request.keeps_alive &= not self._owner.closing
                 response = await self._service.answer(request)
                 if response is not None:
                     self.send(whole(response, request))

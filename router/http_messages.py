@@ -55,11 +55,12 @@ class Request:
     argument   the rest of the path, if the endpoint takes one
     response_headers   added to every response to it
     allowed    methods of the path, if it does not accept this one
+    cut_off    the server has cancelled its handler, because it stops
     """
 
     __slots__ = (
         *("method", "path", "version", "keeps_alive", "headers", "body"),
-        *("endpoint", "argument", "allowed", "handler", "refusal"),
+        *("endpoint", "argument", "allowed", "handler", "refusal", "cut_off"),
         *("stream", "response_headers", "_connection"),
     )
 
@@ -83,6 +84,7 @@ class Request:
         self.allowed = ""
         self.handler: Handler | None = None
         self.refusal: RequestError | None = None
+        self.cut_off = False
         self.stream: Stream | None = None
         self.response_headers: dict[str, str] = {}
         self._connection = connection

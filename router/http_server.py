@@ -33,6 +33,9 @@ MOST_LOOKED_AT = 16
 MAX_TURNED_AWAY = 256
 """Connections beyond the limit that get the response `full` at a time; others are cut at once."""
 
+LAST_WORDS_S = 1.0
+"""Time for clients to read the errors with which a stopping server ends their requests."""
+
 SWEEP_S = 5.0
 BACKLOG = 1024
 
@@ -46,6 +49,7 @@ class HttpServer:
     connections      open connections, without those turned away
     idle             connections without a request to respond to, in the order of `heard_at`
     turned_away      connections beyond the limit that have not ended yet
+    closing          the server is stopping: connections are closed after their next response
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class HttpServer:
         self.connections: set[ClientConnection] = set()
         self.idle: OrderedDict[ClientConnection, None] = OrderedDict()
         self.turned_away: set[ClientConnection] = set()
-        self.closing = False
+        self.closing = self._stopped = False
         self._service = service
         self._max_connections = max_connections
         self._write_timeout_s = write_timeout_s
@@ -87,33 +91,52 @@ class HttpServer:
         self._listening = await loop.create_unix_server(self._connection, str(path))
         self._sweeping = loop.call_later(SWEEP_S, self._sweep_on)
 
-    async def stop(self, drain_s: float) -> None:
-        """Accept no new requests, give responses `drain_s` to end and to be read, then cut the
-        remaining connections."""
+    async def stop(self, drain_s: float, notice_s: float = 0.0) -> None:
+        """Serve for `notice_s` as before, with each connection's last response. Then accept no new
+        requests, give responses `drain_s` to end and to be read, and end the rest with an error.
+
+        If it is cancelled, the remaining connections are cut at once.
+        """
         self.closing = True
+        try:
+            await asyncio.sleep(notice_s)
+            self._close_listener()
+            for connection in list(self.connections):
+                if not connection.has_request:
+                    connection.transport.close()
+            await self._until_gone(drain_s)
+            for connection in list(self.connections):
+                connection.cut_off()
+            await self._until_gone(LAST_WORDS_S)
+        finally:
+            self._close_listener()
+            late = [each.task for each in self.connections if each.task is not None]
+            for connection in list(self.connections):
+                connection.transport.abort()
+            await self._until_gone(None)
+            await asyncio.gather(*late, return_exceptions=True)
+            await self._listening.wait_closed()
+
+    def _close_listener(self) -> None:
+        self._stopped = True
         self._listening.close()
         self._sweeping.cancel()
         for connection in list(self.turned_away):
             connection.transport.abort()
-        for connection in list(self.connections):
-            if connection.task is None:
-                connection.transport.close()
+
+    async def _until_gone(self, timeout_s: float | None) -> None:
+        """Wait for the last connection to end."""
         if self.connections:
             self._last_gone = asyncio.get_running_loop().create_future()
-            await asyncio.wait([self._last_gone], timeout=drain_s)
-            late = [each.task for each in self.connections if each.task is not None]
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
-            for connection in list(self.connections):
-                connection.transport.abort()
-            await self._last_gone
-        await self._listening.wait_closed()
+            await asyncio.wait([self._last_gone], timeout=timeout_s)
 
     # Called by connections
 
     def opened(self, connection: ClientConnection) -> bool:
         """Returns whether the connection's requests will be served."""
+        if self._stopped:  # it was accepted just before
+            connection.transport.abort()
+            return False
         if len(self.connections) >= self._max_connections and not self._replace_idle():
             self.counts.refused += 1
             if len(self.turned_away) >= MAX_TURNED_AWAY:

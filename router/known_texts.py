@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+
+import msgspec
 
 from cluster.blocks import hash_blocks
 from router.boundaries import Boundaries
@@ -28,7 +29,7 @@ RUN_OVERHEAD_CHARACTERS = 100
 """Added to the length of each run, for its fixed size in memory."""
 
 
-class Run(NamedTuple):
+class Run(msgspec.Struct, eq=False):
     """A run at its position after other runs.
 
     packed   its tokens
@@ -36,6 +37,7 @@ class Run(NamedTuple):
     parent   the parent of the next block's hash: the last hash so far, or the root
     rest     packed tokens after the last full block
     name     identifies it in the keys of runs that follow it
+    next     text of the run that followed it last: likely the next one again
     """
 
     packed: bytes
@@ -43,6 +45,7 @@ class Run(NamedTuple):
     parent: bytes
     rest: bytes
     name: int | bytes
+    next: str = ""
 
     def followed_by(self, packed: bytes, block_size: int) -> Run:
         """The run with these tokens after this one."""
@@ -88,8 +91,13 @@ class KnownTexts:
         start = 0
         last = Run(b"", [], root, b"", root + bos)
         packed, hashes = [], []
-        while (end := boundaries.next_in(text, start + RUN_CHARACTERS)) is not None:
-            run = text[start:end]
+        while True:
+            run = last.next  # comparing it is cheaper than to search, copy and hash a run
+            if not (run and text.startswith(run, start) and boundaries.at(text, start + len(run))):
+                cut = boundaries.next_in(text, start + RUN_CHARACTERS)
+                if cut is None:
+                    break
+                run = last.next = text[start:cut]
             key = (last.name, run)
             known = self._young.get(key)
             if known is None:
@@ -97,10 +105,11 @@ class KnownTexts:
                 if known is None:
                     tokens = encode(run) if start else bos + encode(run)
                     known = last.followed_by(tokens, block_size)
+                known.next = ""  # kept no longer than the run itself, which is counted
                 self._keep(key, known)
             packed.append(known.packed)
             hashes += known.hashes
-            last, start = known, end
+            last, start = known, start + len(run)
         tokens = encode(text[start:]) if start else bos + encode(text)
         rest = last.followed_by(tokens, block_size)
         return b"".join([*packed, rest.packed]), hashes + rest.hashes

@@ -45,6 +45,11 @@ class Member(msgspec.Struct, eq=False):
     routed         requests sent to it since it appeared
     refused        why it may not serve with the others of its model, "" if it may
     suspect_until  when it stops being suspect; 0 if it is not
+    suspect_why    why it is suspect, in words
+    avoided        why it is avoided, in words; "" if its requests succeed
+    failure_rate   of its latest requests, 0 to 1
+    serves         it gets requests: it is usable, and not avoided, unless all others are too
+    heard_at       when its last report or card came, seconds of the fleet's clock
     ready_serial   grows with the order in which workers became ready; 0: not ready
     """
 
@@ -57,12 +62,24 @@ class Member(msgspec.Struct, eq=False):
     routed: int = 0
     refused: str = ""
     suspect_until: float = 0.0
+    suspect_why: str = ""
+    avoided: str = ""
+    failure_rate: float = 0.0
+    serves: bool = False
+    heard_at: float = 0.0
     ready_serial: int = 0
 
     @property
     def usable(self) -> bool:
-        """Whether requests may be sent to it."""
+        """Whether requests may be sent to it, as far as it is known to live."""
         return self.state == "ready" and not self.refused and not self.suspect_until
+
+    @property
+    def left_out(self) -> str:
+        """Why it gets no requests although it is ready, in words; "" if it does or is not."""
+        if self.serves or self.refused or self.state != "ready":
+            return ""
+        return self.suspect_why if self.suspect_until else self.avoided
 
 
 class ModelGroup(msgspec.Struct, frozen=True, eq=False):

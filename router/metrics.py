@@ -44,14 +44,19 @@ IN_FLIGHT_REQUESTS = _requests.gauge(
 )
 FAILED_ATTEMPTS = _requests.counter(
     "stemroute_gateway_failed_attempts_total",
-    "Attempts that failed before the client was sent anything, by reason. connect: no connection "
-    "to the worker. full: status 429. unavailable: status 503. failed: another status. dropped: "
-    "the connection ended early. timeout: no answer began in time",
+    "Attempts that failed, by reason. connect: no connection to the worker. full: status 429. "
+    "unavailable: status 503. failed: another status, or an error in the response. dropped: the "
+    "connection ended early. stalled: the worker gave no sign of life. timeout: no response began "
+    "in time",
     "reason",
+)
+MIGRATIONS = _requests.counter(
+    "stemroute_gateway_migrations_total",
+    "Responses with which another worker went on after one had failed",
 )
 BROKEN_STREAMS = _requests.counter(
     "stemroute_gateway_broken_streams_total",
-    "Streams that ended with an error because their worker was lost after the first bytes",
+    "Streams that ended with an error event: their worker failed, and no other could go on",
 )
 ENCODER_INFO = _requests.gauge(
     "stemroute_gateway_encoder_info",
@@ -119,6 +124,11 @@ WORKERS = _workers.gauge(
 REFUSED_WORKERS = _workers.gauge(
     "stemroute_gateway_refused_workers",
     "Workers that the gateway does not use because they do not match the pool; /ready says why",
+)
+AVOIDED_WORKERS = _workers.gauge(
+    "stemroute_gateway_avoided_workers",
+    "Ready workers that get no requests because too many failed there, or because they give no "
+    "sign of life; /ready says why",
 )
 WORKER_PENDING_PREFILL_TOKENS = _workers.gauge(
     "stemroute_gateway_worker_pending_prefill_tokens",
@@ -263,6 +273,7 @@ class Metrics:
         )
         yield IN_FLIGHT_REQUESTS.family(self._fleet.in_flight)
         yield FAILED_ATTEMPTS.family({(why,): n for why, n in self.attempts.failed.items()})
+        yield MIGRATIONS.family(self.attempts.migrations)
         yield BROKEN_STREAMS.family(self.attempts.broken_streams)
         yield TIME_TO_FIRST_BYTE.histogram(first_byte.bounds_s, first_byte.counts, first_byte.sum_s)
         yield REFUSED_CONNECTIONS.family(self.connections.refused)
@@ -287,6 +298,7 @@ class Metrics:
         )
         yield WORKERS.family(states)
         yield REFUSED_WORKERS.family(len(status.refused.keys() | fleet.refused().keys()))
+        yield AVOIDED_WORKERS.family(sum(bool(m.left_out) for m in members.values()))
         yield WORKER_PENDING_PREFILL_TOKENS.family(
             {worker: load.pending_prefill_tokens for worker, load in loads.items()}
         )

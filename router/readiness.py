@@ -73,12 +73,12 @@ def index_view(fleet: Fleet, status: BusStatus) -> IndexView:
     return IndexView(stale=True, reason="; ".join(apart[:NAMED] + more))
 
 
-def readiness(pool: str, fleet: Fleet, status: BusStatus) -> ReadyView:
+def readiness(pool: str, fleet: Fleet, status: BusStatus, *, stopping: bool = False) -> ReadyView:
     """The response of `/ready`, from the fleet and the follower's status."""
     members = fleet.members()
     refused = {**status.refused, **fleet.refused()}
-    reasons = []
-    usable = sum(member.usable for member in members)
+    reasons = ["this gateway is shutting down"] if stopping else []
+    usable = sum(member.serves for member in members)
     if not members:
         reasons.append(f"no worker has announced itself in the pool {pool!r}")
     elif not usable:
@@ -101,10 +101,16 @@ def readiness(pool: str, fleet: Fleet, status: BusStatus) -> ReadyView:
 
 def _degraded(members: list[Member], usable: int, index: IndexView, status: BusStatus) -> list[str]:
     told = []
-    unusable = [member for member in members if not member.usable]
+    unusable = [member for member in members if not member.serves]
     if unusable and usable:
         told.append(
             f"reduced capacity: {usable} of {len(members)} workers serve; {_states(unusable)}"
+        )
+    failing = [m for m in members if m.serves and m.avoided]
+    if failing:
+        told.append(
+            "workers serve although their requests fail, because all others fail as well: "
+            + ", ".join(f"{m.card.worker}: {m.avoided}" for m in failing[:NAMED])
         )
     if index.stale:
         told.append(f"the index is stale: {index.reason}")
@@ -129,4 +135,8 @@ def _states(members: list[Member]) -> str:
 def _state(member: Member) -> str:
     if member.refused:
         return "refused"
-    return "not reachable" if member.suspect_until else member.state
+    if member.suspect_until and member.state == "ready":
+        return f"not reachable ({member.suspect_why})"
+    if member.left_out:
+        return f"avoided ({member.avoided})"
+    return member.state

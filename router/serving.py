@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import secrets
 import time
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from cluster.protocol import (
 )
 from cluster.settings import GatewaySettings
 from router.admission import Admission, Tell, Told, no_worker
+from router.blame import Blame
+from router.delivery import Delivery
 from router.dispatch import Dispatcher, Placement
 from router.edge import no_ready_worker
 from router.encoding import TooManyTokens
@@ -58,7 +61,8 @@ class Serving:
 
         arrived   `time.perf_counter()` when the request arrived
 
-        Failed attempts are retried at other workers as long as nothing was sent to the client.
+        A failed attempt is followed by one at another worker, which goes on where it ended. What
+        cannot go on ends with an error event if the client has received a part of it.
         Raises RequestError and ClientGone. If the client disconnects, the server cancels this call,
         which removes the request from the queue or cancels it at its worker.
         """
@@ -69,9 +73,10 @@ class Serving:
             self._dispatcher.recent.want(request_id, asked.kind)
         failure = no_ready_worker(f"no worker of the model `{model}` is ready")
         prompt: Prompt | None = None
+        delivery, blame = Delivery(client), Blame(self._fleet, self._forwarder)
         tried: list[str] = []
         with self._admission.ticket(model, request_id) as ticket:
-            while len(tried) < self._settings.attempts:
+            while self._may_try(delivery, len(tried) - blame.excused):
                 # find the workers that may serve
                 group = self._fleet.group(model)
                 if group is None or group.reference is None or not group.mask:
@@ -81,9 +86,13 @@ class Serving:
                     continue
                 # the prompt is not hashed yet, or for workers that have been replaced
                 if prompt is None or prompt.namespace != group.reference.namespace:
+                    if delivery.begun:
+                        break  # other weights cannot go on
                     prompt = await self._tokenise(asked, group)
+                    delivery.generate = self._to_worker(
+                        asked, request_id, prompt, group.context_tokens
+                    )
                     continue
-                generate = self._to_worker(asked, request_id, prompt, group.context_tokens)
                 # choose one of them
                 if tried:
                     placement = ticket.move(prompt, tried)
@@ -94,21 +103,39 @@ class Serving:
                     if placement is None:
                         continue  # while it waited, the workers left or were replaced
                 # attempt the request there
-                began = partial(self._began, placement, generate, arrived)
-                outcome = await self._forwarder.attempt(client, generate, placement, began)
+                if delivery.resumes:
+                    delivery.migrations += 1
+                    self._metrics.attempts.migrations += 1
+                began = partial(self._began, placement, prompt, request_id, arrived)
+                outcome = await self._forwarder.attempt(delivery, placement, began)
                 if isinstance(outcome, Answered):
-                    if outcome.broken_off:
-                        self._metrics.attempts.broken_streams += 1
+                    if outcome.response is None or outcome.response.status == 200:
+                        self._fleet.trust.note(placement.booking, failed=False)
                     return outcome.response
                 failure = outcome.error
+                if outcome.reason != "full":
+                    self._fleet.trust.note(placement.booking, failed=True)
                 self._metrics.attempts.note(outcome.reason)
                 log.info("request %s: worker %s: %s", request_id, placement.worker, failure)
                 if outcome.reason == "timeout":
                     break  # the client has waited long enough
                 if outcome.reason == "connect":
-                    self._fleet.suspect(placement.worker)
+                    self._fleet.trust.suspect(placement.worker, "it refused a connection")
                 tried.append(placement.worker)
-            raise failure
+                if own := await blame.own(delivery, placement, outcome):
+                    failure = own
+                    break
+                if delivery.resumes:
+                    generate = delivery.generate
+                    prompt = prompt._replace(token_ids=generate.token_ids + generate.output_ids)
+            if delivery.begun:
+                self._metrics.attempts.broken_streams += 1
+            raise failure  # which becomes an event of a stream that has begun
+
+    def _may_try(self, delivery: Delivery, tried: int) -> bool:
+        if tried and delivery.resumes:
+            return delivery.migrations < self._settings.migrations
+        return not delivery.begun and tried < self._settings.attempts
 
     async def explain(self, asked: ApiRequest) -> Explanation:
         """Decide as for this request, without sending it. Raises RequestError."""
@@ -135,32 +162,42 @@ class Serving:
         if room < 1:
             raise context_too_short(asked, TooManyTokens(prompt.tokens, exact=True), context_tokens)
         wanted = asked.max_tokens or self._settings.default_max_tokens
+        sampling = msgspec.structs.replace(asked.sampling, max_tokens=min(wanted, room))
+        if sampling.seed is None and sampling.temperature:  # the same one at each worker
+            sampling = msgspec.structs.replace(sampling, seed=random.getrandbits(63))
         return GenerateRequest(
             request_id=request_id,
             model=asked.model,
             kind=asked.kind,
             token_ids=prompt.token_ids,
-            sampling=msgspec.structs.replace(asked.sampling, max_tokens=min(wanted, room)),
+            sampling=sampling,
             stream=asked.stream,
             include_usage=asked.include_usage,
             continuous_usage=asked.continuous_usage,
             cache_salt=asked.cache_salt,
             request_type=asked.request_type,
             turn=asked.turn,
+            created=int(time.time()),
+            progress=True,
         )
 
     def _began(
-        self, placement: Placement, generate: GenerateRequest, arrived: float, hit_tokens: int
+        self,
+        placement: Placement,
+        prompt: Prompt,
+        request_id: str,
+        arrived: float,
+        hit_tokens: int,
     ) -> None:
         """The first byte of a response has arrived: the prefill is done."""
         self._metrics.answers.note(
             first_byte_s=time.perf_counter() - arrived,
-            prompt=len(generate.token_ids) // 4,
+            prompt=prompt.tokens,
             predicted=placement.predicted_hit_tokens,
             hit=hit_tokens,
             best_hit=placement.candidates.best_hit_tokens,
         )
-        self._dispatcher.shadows.began(generate.request_id)
+        self._dispatcher.shadows.began(request_id)
 
 
 async def _told(ask: Callable[[Tell], None]) -> Placement | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter as Tally
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -58,46 +58,46 @@ class ShadowView(msgspec.Struct, frozen=True, kw_only=True):
     requests_to: dict[str, int]
 
 
-def shadow_view(
-    policy: str,
-    *,
-    requests: int,
-    agreed: int,
-    prompt_tokens: int,
-    hit_tokens: int,
-    computed_tokens: Mapping[str, int],
-    requests_to: Mapping[str, int],
-) -> ShadowView:
-    """From counts alone."""
-    mean = sum(computed_tokens.values()) / len(computed_tokens) if computed_tokens else 0.0
-    return ShadowView(
-        policy=policy,
-        requests=requests,
-        agreed=agreed,
-        prompt_tokens=prompt_tokens,
-        hit_tokens=hit_tokens,
-        hit_ratio=hit_tokens / prompt_tokens if prompt_tokens else 0.0,
-        imbalance=max(computed_tokens.values()) / mean if mean else 1.0,
-        computed_tokens=dict(sorted(computed_tokens.items())),
-        requests_to=dict(sorted(requests_to.items())),
-    )
+class _Counts(msgspec.Struct):
+    """The counts of a ShadowView."""
+
+    requests: int = 0
+    agreed: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    computed_tokens: Tally[str] = msgspec.field(default_factory=Tally)
+    requests_to: Tally[str] = msgspec.field(default_factory=Tally)
+
+    def add(self, other: ShadowView) -> None:
+        self.requests += other.requests
+        self.agreed += other.agreed
+        self.prompt_tokens += other.prompt_tokens
+        self.hit_tokens += other.hit_tokens
+        self.computed_tokens.update(other.computed_tokens)
+        self.requests_to.update(other.requests_to)
+
+    def view(self, policy: str) -> ShadowView:
+        computed = self.computed_tokens
+        mean = computed.total() / len(computed) if computed else 0.0
+        return ShadowView(
+            policy=policy,
+            requests=self.requests,
+            agreed=self.agreed,
+            prompt_tokens=self.prompt_tokens,
+            hit_tokens=self.hit_tokens,
+            hit_ratio=self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0,
+            imbalance=max(computed.values()) / mean if mean else 1.0,
+            computed_tokens=dict(sorted(computed.items())),
+            requests_to=dict(sorted(self.requests_to.items())),
+        )
 
 
 def sum_of_views(views: Sequence[ShadowView]) -> ShadowView:
     """Merge the views of one policy at several gateways, at least one."""
-    computed, requests_to = Tally[str](), Tally[str]()
+    counts = _Counts()
     for view in views:
-        computed.update(view.computed_tokens)
-        requests_to.update(view.requests_to)
-    return shadow_view(
-        views[0].policy,
-        requests=sum(view.requests for view in views),
-        agreed=sum(view.agreed for view in views),
-        prompt_tokens=sum(view.prompt_tokens for view in views),
-        hit_tokens=sum(view.hit_tokens for view in views),
-        computed_tokens=computed,
-        requests_to=requests_to,
-    )
+        counts.add(view)
+    return counts.view(views[0].policy)
 
 
 class _Placed(NamedTuple):
@@ -193,10 +193,7 @@ class Arm:
         self._ghosts: dict[int, _Ghost] = {}
         self._index = PrefixIndex()
         self._at: dict[str, _Ghost] = {}
-        self._requests = self._agreed = 0
-        self._prompt_tokens = self._hit_tokens = 0
-        self._computed: dict[str, int] = {}
-        self._requests_to: dict[str, int] = {}
+        self._counts = _Counts()
 
     def observe(self, fleet: Fleet, request_id: str, candidates: Candidates, sent_to: int) -> None:
         """A request was sent to slot `sent_to` of `candidates`: place it as this arm would."""
@@ -208,15 +205,14 @@ class Arm:
         choice = slots.index(slot)
         ghost, hit = ghosts[choice], mine.hit_tokens.item(choice)
         chain, prompt = candidates.chain, candidates.prompt_tokens
-        computed = prompt - hit
-        self._requests += 1
-        self._agreed += slot == sent_to
-        self._prompt_tokens += prompt
-        self._hit_tokens += hit
-        self._computed[ghost.worker] = self._computed.get(ghost.worker, 0) + computed
-        self._requests_to[ghost.worker] = self._requests_to.get(ghost.worker, 0) + 1
-        for worker in (each.worker for each in ghosts):
-            self._computed.setdefault(worker, 0)
+        counts = self._counts
+        counts.requests += 1
+        counts.agreed += slot == sent_to
+        counts.prompt_tokens += prompt
+        counts.hit_tokens += hit
+        counts.requests_to[ghost.worker] += 1
+        for each in ghosts:  # those without computed tokens count in the mean
+            counts.computed_tokens[each.worker] += prompt - hit if each is ghost else 0
         own_blocks = -(-prompt // candidates.block_size) - len(chain)
         ghost.place(request_id, chain, own_blocks, hit, prompt)
         self._at[request_id] = ghost
@@ -237,15 +233,7 @@ class Arm:
 
     def view(self) -> ShadowView:
         """What the arm would have done so far."""
-        return shadow_view(
-            self.name,
-            requests=self._requests,
-            agreed=self._agreed,
-            prompt_tokens=self._prompt_tokens,
-            hit_tokens=self._hit_tokens,
-            computed_tokens=self._computed,
-            requests_to=self._requests_to,
-        )
+        return self._counts.view(self.name)
 
     def check(self) -> None:
         """Raise AssertionError if the models and the index disagree."""
@@ -370,13 +358,7 @@ def parse_shadows(text: str) -> list[Policy]:
         elif part:
             names.append(part)
     policies = [parse_policy(name) for name in names]
-    _unique(policy.name for policy in policies)
-    return policies
-
-
-def _unique(names: Iterable[str]) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
+    for name, times in Tally(policy.name for policy in policies).items():
+        if times > 1:
             raise PolicyError(f"the shadow policy {name!r} is given twice")
-        seen.add(name)
+    return policies

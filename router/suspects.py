@@ -1,4 +1,4 @@
-"""Suspects: workers that refused a connection, until their next report or until a time limit."""
+"""Suspects: workers that seem out of reach, until their next sign of life or a time limit."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ class Suspects:
         self._for_s = for_s
         self._members: set[Member] = set()
 
-    def add(self, member: Member, now: float) -> None:
-        """The worker refused a connection."""
+    def add(self, member: Member, why: str, now: float) -> None:
+        """The worker seems out of reach, or does not take requests."""
         member.suspect_until = now + self._for_s
+        member.suspect_why = why
         self._members.add(member)
 
     def trust(self, member: Member) -> None:

@@ -8,6 +8,7 @@ most once per `GATHER_S`.
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import time
 from collections import defaultdict
@@ -37,6 +38,10 @@ class WorkerUnreachable(OSError):
 
 class WorkerLost(OSError):
     """The connection ended before the response was complete, or the response is not valid HTTP."""
+
+
+class WorkerStalled(WorkerLost):
+    """The worker gives no sign of life, or its response stands still."""
 
 
 class WorkerAnswer:
@@ -80,7 +85,8 @@ class WorkerConnections:
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self._connect_timeout_s = connect_timeout_s
         self._idle: dict[str, list[_Connection]] = defaultdict(list)
-        self._all: set[_Connection] = set()
+        self._all: defaultdict[str, set[_Connection]] = defaultdict(set)
+        self._heard_at: dict[str, float] = {}
 
     async def post(
         self, address: str, path: str, body: bytes, first_byte_timeout_s: float
@@ -103,10 +109,29 @@ class WorkerConnections:
             raise
         return WorkerAnswer(connection)
 
+    def heard_at(self, address: str) -> float:
+        """When the last byte came from the worker (`time.monotonic()`); 0 without connections."""
+        return self._heard_at.get(address, 0.0)
+
+    def fail(self, address: str, error: WorkerLost) -> None:
+        """Fail all requests under way at the worker, and close its connections."""
+        for connection in list(self._all.get(address, ())):
+            connection.fail(error)
+
+    def fail_quiet(self, longest_s: float) -> None:
+        """Fail responses that have begun and then sent nothing for longer, while someone waits."""
+        oldest = time.monotonic() - longest_s
+        for connection in self._connections():
+            if connection.waits_since < oldest:
+                connection.fail(WorkerStalled(f"the response stood still for {longest_s:g} s"))
+
     def close(self) -> None:
         """Cut every connection."""
-        for connection in list(self._all):
+        for connection in self._connections():
             connection.cut()
+
+    def _connections(self) -> list[_Connection]:
+        return [connection for each in self._all.values() for connection in each]
 
     def _kept(self, address: str) -> _Connection | None:
         idle = self._idle.get(address)
@@ -133,18 +158,26 @@ class WorkerConnections:
         return connection
 
     def _made(self, connection: _Connection) -> None:
-        self._all.add(connection)
+        self._all[connection.address].add(connection)
+
+    def _hears(self, address: str, now: float) -> None:
+        self._heard_at[address] = now
 
     def _keep(self, connection: _Connection) -> None:
         self._idle[connection.address].append(connection)
 
     def _lost(self, connection: _Connection) -> None:
-        self._all.discard(connection)
-        idle = self._idle[connection.address]
+        address = connection.address
+        there = self._all[address]
+        there.discard(connection)
+        if not there:
+            del self._all[address]
+            self._heard_at.pop(address, None)
+        idle = self._idle[address]
         if connection in idle:
             idle.remove(connection)
         if not idle:
-            del self._idle[connection.address]
+            del self._idle[address]
 
 
 class _Malformed(Exception):
@@ -179,6 +212,7 @@ class _Connection(asyncio.Protocol):
         self._framing_bytes = 0  # received since the last byte of content
         self._paused = False
         self._waiter: asyncio.Future[None] | None = None
+        self._waits_since = 0.0
         self._wake_later: asyncio.TimerHandle | None = None
         self._read_at = 0.0
         self._failure: WorkerLost | TimeoutError | None = None
@@ -239,6 +273,17 @@ class _Connection(asyncio.Protocol):
         else:
             self.cut()
 
+    @property
+    def waits_since(self) -> float:
+        """Since when a reader waits for the next piece of a response that has begun; else inf."""
+        return self._waits_since if self._waiter is not None and self.status else math.inf
+
+    def fail(self, error: WorkerLost) -> None:
+        """Close the connection; the request under way fails with `error`."""
+        if self._in_use and not self._complete:
+            self._fail(error)
+        self.cut()
+
     def cut(self) -> None:
         """Close the connection at once."""
         if not self._lost:
@@ -248,6 +293,7 @@ class _Connection(asyncio.Protocol):
         if self._failure is not None:
             raise self._failure
         self._waiter = self._loop.create_future()
+        self._waits_since = time.monotonic()
         try:
             await self._waiter
         finally:
@@ -263,6 +309,7 @@ class _Connection(asyncio.Protocol):
             notice_dead_peers(sock)
 
     def data_received(self, data: bytes) -> None:
+        self._owner._hears(self.address, time.monotonic())
         had_status, waiting_bytes = self.status, self._waiting_bytes
         try:
             self._parser.feed_data(data)

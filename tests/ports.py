@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import socket
+from ops import addresses
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on right now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
+    """A port of 127.0.0.1 that nobody listens on, and that no connection gets by chance."""
+    return addresses.free_port("127.0.0.1")

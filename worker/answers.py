@@ -1,20 +1,24 @@
 """OpenAI responses: from a request's outputs to the bytes sent to the client.
 
 `Transcript` turns token ids into final text and knows when and why the answer ends. `Answer`
-renders a transcript as one JSON object or as server-sent events.
+renders a transcript as one JSON object or as server-sent events. `ResponseBody` puts both together.
 Source of the formats: the OpenAI API reference (chat completions, legacy completions).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
 
+from cluster.blocks import pack_tokens, unpack_tokens
+from cluster.frames import frame
 from cluster.protocol import GenerateRequest
 from worker.detokenizer import IncrementalDetokenizer, StopStringFilter
+from worker.messages import Output
 
 DONE = b"data: [DONE]\n\n"
 
@@ -146,3 +150,58 @@ class Answer:
         elif self._request.include_usage:
             body["usage"] = None  # OpenAI: each chunk has the field, only the last a value
         return b"data: " + _encode(body) + b"\n\n"
+
+
+PROGRESS_S = 0.5
+"""Least time between the frames of a response that is not a stream."""
+
+
+class ResponseBody:
+    """The body of a response, output by output. A response that another worker began goes on after
+    the text of `request.output_ids`, as if all had come from here.
+
+    hit_tokens   prompt tokens reused, for `usage`
+    """
+
+    def __init__(self, request: GenerateRequest, tokenizer: Tokenizer, hit_tokens: int) -> None:
+        self._request = request
+        self._transcript = Transcript(request, tokenizer)
+        self._transcript.hit_tokens = hit_tokens
+        self._answer = Answer(request, request.created or int(time.time()))
+        self._texts = [self._transcript.push(unpack_tokens(request.output_ids), "")]
+        self._opening = b"" if request.output_ids or not request.stream else self._answer.opening()
+        self._ids: list[int] = []
+        self._framed_at = -PROGRESS_S
+
+    @property
+    def finished(self) -> bool:
+        """Whether the whole body was returned."""
+        return bool(self._transcript.finish_reason)
+
+    def push(self, output: Output) -> bytes:
+        """The bytes to send now; b"" if there are none yet."""
+        text = self._transcript.push(output.token_ids, output.finish_reason)
+        body = self._streamed(text) if self._request.stream else self._whole(text)
+        if not self._request.progress:
+            return body
+        self._ids += output.token_ids
+        if not body:
+            now = time.monotonic()
+            if self._request.stream or now - self._framed_at < PROGRESS_S:
+                return b""
+            self._framed_at = now
+        elif not self._request.stream:
+            body += b"\n"
+        ids, self._ids = pack_tokens(self._ids), []
+        return frame(body, ids, last=self.finished)
+
+    def _streamed(self, text: str) -> bytes:
+        body = self._opening + self._answer.piece(text, self._transcript)
+        self._opening = b""
+        return body + self._answer.closing(self._transcript) if self.finished else body
+
+    def _whole(self, text: str) -> bytes:
+        self._texts.append(text)
+        if not self.finished:
+            return b""
+        return self._answer.whole("".join(self._texts), self._transcript)

@@ -50,11 +50,12 @@ from worker.messages import (
     encode,
 )
 from worker.owned_folder import OwnedFolder
+from worker.silence import Silence, is_stopped
 
 log = logging.getLogger(__name__)
 
-STALL_S = 120.0
-"""An engine that sends nothing for this long counts as dead; its longest step is far shorter."""
+TICK_S = 0.25
+"""Interval between checks for the end and for the silence of the engine."""
 
 OnChanges = Callable[[Changes, Load], None]
 OnFlushed = Callable[[list[str], Load], None]
@@ -75,7 +76,10 @@ class EngineClient:
     on_changes   called for every change of cache and load, in order
     on_flushed   called when a new epoch begins, in the same order
     on_weights   called when a new model, and with it a new epoch, begins, in the same order
-    ended        set when the process has ended or has announced its end
+    changed      set when `problem` has changed
+
+    An engine that sends nothing for too long is stalled: all waiting calls fail. If it sends
+    something again, it can be used again.
     """
 
     def __init__(
@@ -97,9 +101,11 @@ class EngineClient:
         self._queues: dict[str, asyncio.Queue[Output | Exception]] = {}
         self._answers: dict[int, asyncio.Future[object]] = {}
         self._tickets = itertools.count(1)
-        self._heard_at = time.monotonic()
+        self._loading: set[int] = set()  # tickets of the calls that load weights
+        self._silence: Silence | None = None  # None: the model is being loaded
         self._dead = ""
-        self.ended = asyncio.Event()
+        self._stalled = ""
+        self.changed = asyncio.Event()
         self._info: EngineInfo | None = None
 
     @property
@@ -114,7 +120,7 @@ class EngineClient:
         return len(self._queues)
 
     def problem(self) -> str:
-        """Why the engine cannot be used; "" if it can."""
+        """Why the engine cannot be used now; "" if it can."""
         if self._dead:
             return self._dead
         if self._process is None:
@@ -122,10 +128,7 @@ class EngineClient:
         code = self._process.poll()
         if code is not None:
             return f"the engine process has ended with exit code {code}"
-        silent_s = time.monotonic() - self._heard_at
-        if self._info is not None and silent_s > STALL_S:
-            return f"the engine has sent nothing for {silent_s:.0f} s"
-        return ""
+        return self._stalled
 
     async def start(self, weights: GivenWeights | None = None) -> EngineInfo:
         """Start the process and load the model; `weights` replaces that of the settings.
@@ -157,15 +160,16 @@ class EngineClient:
         ready = asyncio.get_running_loop().create_future()
         self._answers[0] = ready
         self._reader = asyncio.create_task(self._read())
-        self._info = await ready
+        info = self._info = await ready
         self._remove_folder()  # both ends are connected, so the socket file is not needed any more
-        assert isinstance(self._info, EngineInfo)
-        return self._info
+        assert isinstance(info, EngineInfo)
+        self._silence = Silence(settings.stall_timeout_s, info.token_budget, info.context_tokens)
+        return info
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[Output, None]:
         """Run a request. Leaving the iteration early cancels it.
 
-        Raises RequestError if the engine refuses it, EngineDead if the engine ends.
+        Raises RequestError if the engine refuses it, EngineDead if the engine ends or stalls.
         """
         self._raise_if_dead()
         if request.request_id in self._queues:
@@ -178,7 +182,7 @@ class EngineClient:
             while not ended:
                 item = await queue.get()
                 if isinstance(item, Exception):
-                    ended = True
+                    ended = not isinstance(item, EngineDead)  # a stalled engine may come back
                     raise item
                 ended = bool(item.finish_reason)
                 yield item
@@ -219,20 +223,30 @@ class EngineClient:
 
         Raises NotPossible if the model cannot be used.
         """
-        await self._ask(PrepareWeights(next(self._tickets), model))
+        await self._load(PrepareWeights(next(self._tickets), model))
 
     async def apply_weights(self) -> None:
         """Switch to the prepared model; `on_weights` has been called when this returns.
 
         Running requests fail.
         """
-        await self._ask(ApplyWeights(next(self._tickets)))
+        await self._load(ApplyWeights(next(self._tickets)))
+
+    async def _load(self, message: PrepareWeights | ApplyWeights) -> None:
+        self._loading.add(message.ticket)
+        try:
+            await self._ask(message)
+        finally:
+            self._loading.discard(message.ticket)
 
     async def stop(self) -> None:
-        """End the process, by force if it does not stop. Running requests fail."""
+        """End the process, by force if it does not stop or is stalled. Running requests fail."""
         if self._process is None:
             return
-        if self._process.poll() is None and self._socket is not None and not self._dead:
+        self._silence = None
+        if self._stalled or is_stopped(self._process.pid):
+            self._process.kill()
+        elif self._process.poll() is None and self._socket is not None and not self._dead:
             with contextlib.suppress(zmq.ZMQError):
                 await self._send(Stop())
         assert self._process.stdin is not None
@@ -262,14 +276,39 @@ class EngineClient:
         assert self._socket is not None
         assert self._process is not None
         while True:
-            if not await self._socket.poll(500):
-                code = self._process.poll()
-                if code is not None:
-                    self._die(f"the engine process has ended with exit code {code}")
-                    return
+            began_s = time.monotonic()
+            heard = await self._socket.poll(int(TICK_S * 1000))
+            waited_s = time.monotonic() - began_s
+            late = waited_s > 2 * TICK_S  # this process itself was stopped or had no CPU time
+            if self._silence is not None and not late:
+                self._silence.waited(waited_s, busy=bool(self._queues))
+            if heard:
+                self._hear(decode_from_engine(await self._socket.recv()))
                 continue
-            self._take(decode_from_engine(await self._socket.recv()))
-            self._heard_at = time.monotonic()
+            code = self._process.poll()
+            if code is not None:
+                self._die(f"the engine process has ended with exit code {code}")
+                return
+            if not late:
+                self._look_at_silence(self._process.pid)
+
+    def _hear(self, message: FromEngine) -> None:
+        stalled, self._stalled = self._stalled, ""
+        self._take(message)
+        if self._silence is not None:
+            load = message.load if isinstance(message, Stepped) else None
+            self._silence.heard(load, stalled=bool(stalled))
+        if stalled:
+            log.warning("the engine has come back after: %s", stalled)
+            self.changed.set()
+
+    def _look_at_silence(self, pid: int) -> None:
+        if self._silence is None or self._stalled:
+            return
+        problem = self._silence.problem(pid, busy=bool(self._queues), loading=bool(self._loading))
+        if problem:
+            self._stalled = problem
+            self._fail_waiting(problem)
 
     def _take(self, message: FromEngine) -> None:
         match message:
@@ -321,16 +360,18 @@ class EngineClient:
 
     def _die(self, reason: str) -> None:
         """Fail all waiting calls with the reason why the engine is gone."""
-        if self._dead:
-            return
-        self._dead = reason
-        self.ended.set()
+        if not self._dead:
+            self._dead = reason
+            self._fail_waiting(reason)
+
+    def _fail_waiting(self, reason: str) -> None:
         for queue in self._queues.values():
             queue.put_nowait(EngineDead(reason))
         for future in self._answers.values():
             if not future.done():
                 future.set_exception(EngineDead(reason))
         self._answers.clear()
+        self.changed.set()
 
     def _raise_if_dead(self) -> None:
         problem = self.problem()

@@ -59,7 +59,7 @@ from worker.prefill_speed import PrefillSpeed
 
 log = logging.getLogger("worker.engine")
 
-SIGN_OF_LIFE_MS = 1000
+SIGN_OF_LIFE_MS = 500
 NICENESS_ON_CPU = 5
 """Niceness of an engine on the CPU: servers and gateways on the same cores go first, because they
 need little time and whole answers wait for them."""
@@ -199,18 +199,13 @@ class EngineLoop:
         (change, prepared), self._prepared = self._prepared, None
         self._info, outputs = change.apply(prepared)
         # Send the failures without the cache changes, which the end of the epoch implies.
-        changes = self._core.take_changes()
+        changes, load = self._core.take_changes(), self._load()
         nothing = Changes(stored=[], evicted=[], received=[])
-        self._send(Stepped(outputs=outputs, refused=[], changes=nothing, load=self._load()))
+        self._send(Stepped(outputs=outputs, refused=[], changes=nothing, load=load))
+        change.open_disk(self._info)  # before the worker is ready, as it may take seconds
         self._send(
-            WeightsLoaded(
-                ticket=ticket,
-                info=self._info,
-                received=changes.received,
-                load=self._load(),
-            )
+            WeightsLoaded(ticket=ticket, info=self._info, received=changes.received, load=load)
         )
-        change.open_disk(self._info)
         log.info("serving new weights, digest %s", self._info.model.namespace.weights[:16])
 
     def _step(self) -> None:

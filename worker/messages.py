@@ -18,6 +18,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request from the server to the engine.
 
     token_ids       the prompt, `pack_tokens`
+    output_ids      tokens of the response generated before, elsewhere; packed likewise
     namespace_root  32 bytes, `Namespace.for_request(adapter, salt).root(secret)`
     sampling        the server draws `seed` if the client gave none; it also handles stop strings
                     (by cancelling), the engine knows end tokens and limits only
@@ -37,6 +38,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     request_type: str = ""
     turn: int = 0
     priority: int = 0
+    output_ids: bytes = b""
 
 
 class Output(msgspec.Struct, gc=False):
@@ -268,7 +270,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Events since the last message. Sent at least once per second, as a heartbeat."""
+    """Events since the last message. Sent at least every 0.5 s, as a heartbeat."""
 
     outputs: list[Output]
     refused: list[Refused]

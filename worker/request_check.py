@@ -30,7 +30,7 @@ def sequence_of(request: EngineRequest, order: int, config: EngineConfig) -> Seq
         sequence = Sequence(request, order, config.sequence_limit)
     except ValueError as error:
         raise _internal(str(error)) from error
-    if not sequence.tokens:
+    if not sequence.prompt_tokens:
         raise RequestError("the prompt is empty; send at least one token", param="prompt")
     if sequence.prompt_tokens >= config.sequence_limit:
         raise RequestError(
@@ -39,8 +39,15 @@ def sequence_of(request: EngineRequest, order: int, config: EngineConfig) -> Seq
             param="prompt",
             code="context_length_exceeded",
         )
+    if len(sequence.tokens) >= sequence.limit_tokens:
+        raise RequestError(
+            f"nothing is left to generate: of at most {sequence.limit_tokens} tokens of prompt and "
+            f"output, {len(sequence.tokens)} are there already",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
     if config.embedding_rows:
-        greatest = int(np.frombuffer(request.token_ids, "<u4").max())
+        greatest = int(np.frombuffer(request.token_ids + request.output_ids, "<u4").max())
         if greatest >= config.embedding_rows:
             raise RequestError(
                 f"the prompt has the token id {greatest}; this model's ids end at "

@@ -85,9 +85,10 @@ class Sequence:
         # collector has nothing to scan in hundreds of long sequences.
         self.tokens = array("I")
         self.tokens.frombytes(request.token_ids)
+        self.prompt_tokens = len(self.tokens)
+        self.tokens.frombytes(request.output_ids)
         if BIG_ENDIAN:
             self.tokens.byteswap()
-        self.prompt_tokens = len(self.tokens)
         self.limit_tokens = min(self.prompt_tokens + request.sampling.max_tokens, sequence_limit)
         self.hashes: list[bytes] = split_hashes(request.block_hashes)
         self.block_table: list[int] = []

@@ -28,9 +28,11 @@ import msgspec
 from aiohttp import web
 
 from cluster.blocks import hash_blocks, join_hashes
+from cluster.frames import error_frame
 from cluster.metric_definition import CONTENT_TYPE
 from cluster.protocol import (
     HEADER_HIT_TOKENS,
+    HEADER_PROGRESS,
     HEADER_PROMPT_TOKENS,
     HEADER_REQUEST_ID,
     HEADER_WORKER,
@@ -41,7 +43,7 @@ from cluster.protocol import (
     pool_token,
 )
 from cluster.settings import Settings
-from worker.answers import Answer, Transcript
+from worker.answers import ResponseBody
 from worker.engine_client import EngineDead
 from worker.messages import EngineRequest, Output
 from worker.metrics import cache_view, render_metrics
@@ -194,8 +196,9 @@ async def _generate(request: web.Request) -> web.StreamResponse:
             param="model",
             code="model_not_found",
         )
-    if len(wanted.token_ids) % 4:
-        raise RequestError("token_ids must have 4 bytes per token", param="token_ids")
+    for name in ("token_ids", "output_ids"):
+        if len(getattr(wanted, name)) % 4:
+            raise RequestError(f"{name} must have 4 bytes per token", param=name)
     with service.serving():
         outputs = service.engine.generate(_engine_request(wanted, service))
         async with contextlib.aclosing(outputs):
@@ -218,56 +221,53 @@ def _engine_request(wanted: GenerateRequest, service: WorkerService) -> EngineRe
         request_type=wanted.request_type or wanted.kind,
         turn=wanted.turn,
         priority=wanted.priority,
+        output_ids=wanted.output_ids,
     )
 
 
 async def _answer(
     request: web.Request, wanted: GenerateRequest, outputs: AsyncIterator[Output]
 ) -> web.StreamResponse:
-    transcript = Transcript(wanted, request.app[SERVICE].tokenizer)
-    answer = Answer(wanted, int(time.time()))
     first = await anext(outputs)
     _raise_if_failed(first)
-    transcript.hit_tokens = first.hit_tokens
+    hit_tokens = wanted.hit_tokens if wanted.output_ids else first.hit_tokens
+    body = ResponseBody(wanted, request.app[SERVICE].tokenizer, hit_tokens)
     headers = {
         HEADER_REQUEST_ID: wanted.request_id,
         HEADER_WORKER: request.app[SERVICE].name,
-        HEADER_PROMPT_TOKENS: str(transcript.prompt_tokens),
-        HEADER_HIT_TOKENS: str(first.hit_tokens),
+        HEADER_PROMPT_TOKENS: str(len(wanted.token_ids) // 4),
+        HEADER_HIT_TOKENS: str(hit_tokens),
+        "Content-Type": "text/event-stream" if wanted.stream else "application/json",
     }
-    text = transcript.push(first.token_ids, first.finish_reason)
-    if not wanted.stream:
-        parts = [text]
-        while not transcript.finish_reason:
+    piece = body.push(first)
+    if not wanted.stream and not wanted.progress:
+        while not body.finished:
             output = await anext(outputs)
             _raise_if_failed(output)
-            parts.append(transcript.push(output.token_ids, output.finish_reason))
-        body = answer.whole("".join(parts), transcript)
-        return web.Response(body=body, headers=headers, content_type="application/json")
-    headers |= {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-    response = web.StreamResponse(headers=headers)
+            piece = body.push(output)
+        return web.Response(body=piece, headers=headers)
+    if wanted.progress:
+        headers[HEADER_PROGRESS] = "1"
+    response = web.StreamResponse(headers=headers | {"Cache-Control": "no-cache"})
     await response.prepare(request)
     try:
-        piece = answer.opening() + answer.piece(text, transcript)
-        if transcript.finish_reason:
-            piece += answer.closing(transcript)
         await response.write(piece)
-        while not transcript.finish_reason:
+        while not body.finished:
             output = await anext(outputs)
             _raise_if_failed(output)
-            text = transcript.push(output.token_ids, output.finish_reason)
-            piece = answer.piece(text, transcript)
-            if transcript.finish_reason:
-                piece += answer.closing(transcript)
-            if piece:
+            if piece := body.push(output):
                 await response.write(piece)
         await response.write_eof()
     except ConnectionResetError:
         log.debug("request %s: the client disconnected", wanted.request_id)
     except (EngineDead, RequestError) as error:
-        # Too late for a status: abort the connection, which the gateway notices.
+        # Too late for a status. Without frames, the gateway notices the end of the connection.
         log.warning("request %s failed while streaming: %s", wanted.request_id, error)
-        if request.transport is not None:
+        if wanted.progress and isinstance(error, RequestError):
+            with contextlib.suppress(ConnectionResetError):
+                await response.write(error_frame(error.body()))
+                await response.write_eof()
+        elif request.transport is not None:
             request.transport.close()
     return response
 

@@ -24,9 +24,6 @@ from worker.warmup import WarmupError, warm_up
 
 log = logging.getLogger(__name__)
 
-PROBE_S = 1.0
-"""Interval between checks for a silent engine; its end is an event."""
-
 RECORD_RETRY_S = 1.0
 """Interval between attempts to read or write the pool's record in Redis."""
 
@@ -35,7 +32,8 @@ class WorkerService:
     """A worker from start to end; `worker.server` is its HTTP interface.
 
         load() ──▶ starting ──announce()──▶ ready ──drain()──▶ draining ──close()──▶ gone
-                                             └─ engine ends ─▶ failed
+                                            ▲   │ engine ends or stalls
+                           it sends again ──┴── failed
 
     name   unique in the pool while it runs; a restart under the same name is a new epoch
     """
@@ -316,10 +314,15 @@ class WorkerService:
         self.publisher.update(load=load, received=received)
 
     async def _watch_engine(self) -> None:
-        """Report the engine's end to routers at once; Ray learns it from the health check."""
-        while not (problem := self.engine.problem()):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PROBE_S):
-                    await self.engine.ended.wait()
-        log.error("worker %s: %s", self.name, problem)
-        self.publisher.set_state("failed")
+        """Tell routers at once when the engine fails, or has come back; Ray learns it from the
+        health check."""
+        while True:
+            problem = self.engine.problem()
+            if problem:
+                log.error("worker %s: %s", self.name, problem)
+                self.publisher.set_state("failed")
+            else:
+                unready = self._draining or self._replacing
+                self.publisher.set_state("draining" if unready else "ready")
+            await self.engine.changed.wait()
+            self.engine.changed.clear()

@@ -148,6 +148,44 @@ async def test_workers_that_answer_stay_when_redis_lets_all_leases_lapse(
             await bench.stop(part)
 
 
+async def test_a_follower_that_starts_while_redis_takes_no_writes_knows_the_workers_that_answer(
+    own_valkey: ValkeyServer, pool: str
+) -> None:
+    bench, picture = Bench(own_valkey.connection_url, pool), Picture()
+
+    async def probe(card: WorkerCard) -> Health:
+        return Health(answers=card.worker != "c", ready=card.worker == "a", reason="")
+
+    try:
+        workers = {name: bench.publisher(name, 1) for name in "abc"}
+        for publisher in workers.values():
+            store(publisher, 1)
+            await publisher.flushed()
+        leaving = bench.publisher("d", 1)
+        await leaving.flushed()
+        await leaving.leave()
+        await bench.stop(leaving)
+        await order(own_valkey, "CONFIG", "SET", "maxmemory", "1")
+        for name, publisher in workers.items():  # what a worker stores no longer gets through
+            store(publisher, 7)
+            while await order(own_valkey, "EXISTS", BusKeys(pool).card(name)):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+        follower = Follower(bench.url, pool, picture, QUICK, SECRET, probe)
+        bench.tasks[follower] = asyncio.create_task(follower.run())
+        await picture.until(lambda: sorted(follower.status.kept) == ["a", "b"])
+        assert picture.states == {"a": "ready", "b": "draining"}
+        await picture.until(lambda: "Redis takes no writes" in follower.status.reason)
+
+        await order(own_valkey, "CONFIG", "SET", "maxmemory", "0")
+        await picture.until(lambda: picture.sets.get("a") == {block(1), block(7)})
+        await picture.until(lambda: sorted(picture.cards) == ["a", "b", "c"])
+        await picture.until(lambda: not follower.status.kept)  # "b" had its card all the time
+    finally:
+        for part in list(bench.tasks):
+            await bench.stop(part)
+
+
 async def test_a_silent_worker_is_not_asked_while_others_of_its_model_report(
     redis_url: str, pool: str
 ) -> None:

@@ -138,6 +138,26 @@ THIRD_PARTY = {
             podMetricsEndpoints=_listed(ENDPOINT),
         ),
     ),
+    "PrometheusRule": _kind(
+        "monitoring.coreos.com/v1",
+        _closed(
+            ("groups",),
+            groups=_listed(
+                _closed(
+                    ("name", "rules"),
+                    name=STRING,
+                    rules=_listed(
+                        _closed(
+                            ("alert", "expr"),
+                            alert=STRING,
+                            expr=STRING,
+                            **{"for": DURATION, "labels": STRINGS, "annotations": STRINGS},
+                        )
+                    ),
+                )
+            ),
+        ),
+    ),
     "HTTPRoute": _kind(
         "gateway.networking.k8s.io/v1",
         _closed(

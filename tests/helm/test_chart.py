@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 
 import jsonschema
 import pytest
@@ -24,6 +25,7 @@ from tests.helm.rendering import (
     run_helm,
     secrets_of,
 )
+from tests.helm.tools import CHECKOUT
 from tests.helm.value_sets import VALUE_SETS
 
 RAY_GROUP = ["spec", "rayClusterConfig", "workerGroupSpecs", 0]
@@ -93,7 +95,7 @@ def test_the_check_finds_a_wrong_type_of_kuberay(rendered, crds):
     assert any("maxReplicas" in problem for problem in check(wrong, crds))
 
 
-@pytest.mark.parametrize("kind", ["ServiceMonitor", "PodMonitor", "HTTPRoute"])
+@pytest.mark.parametrize("kind", ["ServiceMonitor", "PodMonitor", "PrometheusRule", "HTTPRoute"])
 def test_the_check_finds_a_misspelt_field_of_third_parties(rendered, kind):
     manifest = one(rendered("everything_scales_and_is_watched"), kind)
     field = next(key for key in manifest["spec"] if key != "selector")
@@ -178,21 +180,16 @@ def test_every_value_of_the_schema_has_a_default():
             {"valkey": {"enabled": False}, "externalRedis": {"url": "redis://:open@a:6379"}},
             "holds a password",
         ),
+        ({"valkey": {"auth": {"value": "two\nlines"}}}, "line break"),
+        ({"ray": {"gcsFaultTolerance": {"enabled": True}}}, "valkey.persistence.enabled=true"),
         (
             {
                 "valkey": {"enabled": False},
-                "externalRedis": {"url": "redis://:$(REDIS_PASSWORD)@a:6379"},
+                "externalRedis": {"url": "redis+sentinel://a:26379,b:26379/main"},
+                "ray": {"gcsFaultTolerance": {"enabled": True}},
             },
-            "existingSecret, which holds it, is not set",
+            "set ray.gcsFaultTolerance.redisAddress",
         ),
-        (
-            {
-                "valkey": {"enabled": False},
-                "externalRedis": {"url": "redis://a:6379", "existingSecret": "login"},
-            },
-            "does not use its password",
-        ),
-        ({"valkey": {"auth": {"value": "p@ss/word"}}}, "letters, digits"),
         (
             {"model": {"volume": {"existingClaim": "a", "create": {"enabled": True}}}},
             "set only one of",
@@ -339,6 +336,22 @@ def test_named_ports_exist_in_the_pods(rendered):
         each["name"] for each in one(manifests, "Service", "-gateway")["spec"]["ports"]
     ]
     assert one(manifests, "ServiceMonitor")["spec"]["endpoints"][0]["port"] in gateway_ports
+
+
+def test_alerts_speak_of_metrics_that_gateways_have(rendered):
+    manifests = rendered("everything_scales_and_is_watched")
+    (group,) = one(manifests, "PrometheusRule")["spec"]["groups"]
+    known = {name for name in documented_metrics() if name.startswith("stemroute_gateway_")}
+    service = one(manifests, "Service", "-gateway")["metadata"]["name"]
+    for rule in group["rules"]:
+        named = set(re.findall(r"stemroute_\w+", rule["expr"]))
+        assert named
+        assert named <= known
+        assert f'service="{service}"' in rule["expr"]
+
+
+def documented_metrics():
+    return re.findall(r"`(stemroute_\w+)`", (CHECKOUT / "docs/metrics.md").read_text("utf-8"))
 
 
 def test_an_autoscaler_owns_the_replicas(rendered):

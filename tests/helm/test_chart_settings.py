@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 
 import msgspec
 import pytest
@@ -31,7 +32,7 @@ from tests.helm.value_sets import ADMIN_KEY, API_KEY, POOL_SECRET, VALKEY_PASSWO
 ALL_SETS = pytest.mark.parametrize("name", VALUE_SETS)
 
 USER_SECRETS = {
-    ("redis-login", "password"): "outside-password",
+    ("redis-login", "password"): "outside-password@/",
     ("redis-login", "url"): "redis://:outside-password@redis.example.com:6379/3",
     ("mine", "pool"): "user-pool-secret",
     ("mine", "valkey"): "user-valkey-password",
@@ -179,10 +180,9 @@ def test_the_application_has_the_deployment_that_autoscaling_names(rendered):
 def test_the_valkey_password_reaches_server_and_clients(rendered, name):
     manifests = rendered(name)
     password = process_environment(manifests, "valkey")["VALKEY_PASSWORD"]
-    assert "requirepass $VALKEY_PASSWORD" in container(manifests, "valkey")["args"][0]
     service = one(manifests, "Service", "-valkey")
     for client in ("gateway", "ray-worker", "ray-head"):
-        url = parse_url(process_environment(manifests, client)["STEMROUTE_REDIS_URL"])
+        url = parse_url(load_settings(environ=process_environment(manifests, client)).redis_url)
         assert url["password"] == password
         assert url["host"] == service["metadata"]["name"]
         assert url["port"] == service["spec"]["ports"][0]["port"]
@@ -197,7 +197,7 @@ def test_the_valkey_password_reaches_server_and_clients(rendered, name):
 @pytest.mark.parametrize(
     ("name", "host", "password"),
     [
-        ("external_redis_with_password", "redis.example.com", "outside-password"),
+        ("external_redis_with_password", "redis.example.com", "outside-password@/"),
         ("external_redis_url_from_secret", "redis.example.com", "outside-password"),
         ("external_redis_without_password", "redis.example.com", None),
     ],
@@ -206,8 +206,52 @@ def test_an_external_redis_is_reached_with_its_password(rendered, name, host, pa
     manifests = rendered(name)
     assert not [each for each in manifests if "valkey" in each["metadata"]["name"]]
     for client in ("gateway", "ray-worker", "ray-head"):
-        url = parse_url(process_environment(manifests, client)["STEMROUTE_REDIS_URL"])
+        url = parse_url(load_settings(environ=process_environment(manifests, client)).redis_url)
         assert (url["host"], url.get("password")) == (host, password)
+
+
+@pytest.mark.parametrize(
+    ("name", "address", "user", "secret"),
+    [
+        (
+            "external_redis_with_password",
+            "rediss://redis.example.com:6380",
+            "stem",
+            ("redis-login", "password"),
+        ),
+        (
+            "external_redis_url_from_secret",
+            "redis.example.com:6379",
+            None,
+            ("redis-login", "redis-password"),
+        ),
+        ("external_redis_without_password", "redis://redis.example.com:6379", None, None),
+        (
+            "download_to_new_claim",
+            "redis://rel-stemroute-valkey:6379",
+            None,
+            ("rel-stemroute", "valkey-password"),
+        ),
+        ("defaults", None, None, None),
+    ],
+)
+def test_ray_keeps_its_state_in_the_redis_of_the_release(rendered, name, address, user, secret):
+    """No namespace is given: KubeRay takes one per cluster, and two run during an update."""
+    cluster = one(rendered(name), "RayService")["spec"]["rayClusterConfig"]
+    options = cluster.get("gcsFaultToleranceOptions", {})
+    assert options.get("redisAddress") == address
+    assert options.get("redisUsername", {}).get("value") == user
+    reference = options.get("redisPassword", {}).get("valueFrom", {}).get("secretKeyRef", {})
+    assert (reference.get("name"), reference.get("key")) == (secret or (None, None))
+    assert "externalStorageNamespace" not in options
+
+
+@ALL_SETS
+def test_the_grace_period_of_gateways_covers_their_drain(rendered, name):
+    manifests = rendered(name)
+    gateway = load_settings(environ=process_environment(manifests, "gateway")).gateway
+    pod = one(manifests, "Deployment", "-gateway")["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == math.ceil(gateway.shutdown_s) + 15
 
 
 def test_keys_reach_the_gateway(rendered):
@@ -228,7 +272,7 @@ def test_secret_values_are_in_secrets_alone(helm, tmp_path):
     manifests = render(helm, tmp_path, values)
     for secret in (POOL_SECRET, VALKEY_PASSWORD, API_KEY, ADMIN_KEY):
         encoded = base64.b64encode(secret.encode()).decode()
-        holders = {
-            each["kind"] for each in manifests if secret in str(each) or encoded in str(each)
-        }
+        texts = {str(each): each["kind"] for each in manifests}
+        shown = {secret, repr(secret)[1:-1], encoded}
+        holders = {kind for text, kind in texts.items() if any(each in text for each in shown)}
         assert holders == {"Secret"}

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import redis
 
+from cluster.settings import load_settings
 from tests.helm.rendering import container, environment, one, render, secrets_of
 from tests.helm.value_sets import VALKEY_PASSWORD
 from tests.ports import free_port
@@ -59,24 +60,26 @@ def test_it_starts_with_its_password_and_clients_get_in(helm, tmp_path, binary, 
     }
     manifests = render(helm, tmp_path, values)
     script = container(manifests, "valkey")["args"][0]
-    url = environment(container(manifests, "gateway"), secrets_of(manifests))["STEMROUTE_REDIS_URL"]
+    environ = environment(container(manifests, "gateway"), secrets_of(manifests))
     service = one(manifests, "Service", "-valkey")["metadata"]["name"]
-    url = url.replace(service, "127.0.0.1")
+    environ["STEMROUTE_REDIS_URL"] = environ["STEMROUTE_REDIS_URL"].replace(service, "127.0.0.1")
     with running(script, VALKEY_PASSWORD, binary, tmp_path):
-        with redis.Redis.from_url(url) as client:
+        with redis.Redis.from_url(load_settings(environ=environ).redis_url) as client:
             assert client.ping()
             assert client.config_get("maxmemory") == {"maxmemory": str(768 * 1024 * 1024)}
             expected = {"appendonly": "yes" if persistent else "no"}
             assert client.config_get("appendonly") == expected
         with (
-            redis.Redis.from_url(url.replace(f":{VALKEY_PASSWORD}@", "")) as stranger,
+            redis.Redis.from_url(environ["STEMROUTE_REDIS_URL"]) as stranger,
             pytest.raises(redis.AuthenticationError),
         ):
             stranger.ping()
 
 
-@pytest.mark.parametrize("password", ["", "with space", "a/b", "a@b", 'quo"te', "new\nline"])
-def test_a_password_that_would_break_the_url_stops_the_server(rendered, tmp_path, binary, password):
+@pytest.mark.parametrize("password", ["", "new\nline"])
+def test_a_password_that_would_break_the_configuration_stops_the_server(
+    rendered, tmp_path, binary, password
+):
     process = start(
         container(rendered("defaults"), "valkey")["args"][0], password, binary, tmp_path
     )

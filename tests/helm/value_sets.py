@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 POOL_SECRET = "pool-secret-of-the-test"
-VALKEY_PASSWORD = "valkey-password.of_the~test"
+VALKEY_PASSWORD = "valkey/password 'of' $the@test\"\\n"
 API_KEY = "api-key-of-the-test"
 ADMIN_KEY = "admin-key-of-the-test"
 
@@ -14,18 +14,21 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
     "external_redis_with_password": {
         "valkey": {"enabled": False},
         "externalRedis": {
-            "url": "rediss://stem:$(REDIS_PASSWORD)@redis.example.com:6380/2",
+            "url": "rediss://stem@redis.example.com:6380/2",
             "existingSecret": "redis-login",
             "passwordKey": "password",
         },
+        "ray": {"gcsFaultTolerance": {"enabled": True}},
     },
     "external_redis_url_from_secret": {
         "valkey": {"enabled": False},
         "externalRedis": {"existingSecret": "redis-login", "urlKey": "url"},
+        "ray": {"gcsFaultTolerance": {"enabled": True, "redisAddress": "redis.example.com:6379"}},
     },
     "external_redis_without_password": {
         "valkey": {"enabled": False},
-        "externalRedis": {"url": "redis://redis.example.com:6379/0"},
+        "externalRedis": {"url": "redis://redis.example.com/0"},
+        "ray": {"gcsFaultTolerance": {"enabled": True}},
     },
     "gpu_with_existing_claim": {
         "imagePullSecrets": [{"name": "registry-login"}],
@@ -109,6 +112,8 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
             "envFrom": [{"secretRef": {"name": "hub-settings"}}],
         },
         "valkey": {"persistence": {"enabled": True, "storageClass": "fast"}},
+        "ray": {"gcsFaultTolerance": {"enabled": True}},
+        "networkPolicy": {"enabled": True},
     },
     "download_to_each_pod": {"model": {"huggingface": {"repo": "Qwen/Qwen3-8B"}}},
     "model_on_nfs": {
@@ -129,7 +134,13 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
         },
         "gateway": {
             "policy": "consistent_hash:bound=1.25",
-            "settings": {"max_body_bytes": 16_777_216, "connect_timeout_s": 0.5, "attempts": 2},
+            "settings": {
+                "max_body_bytes": 16_777_216,
+                "connect_timeout_s": 0.5,
+                "attempts": 2,
+                "drain_notice_s": 0.5,
+                "drain_timeout_s": 600,
+            },
             "extraArgs": ["--policy", "locality"],
             "autoscaling": {
                 "enabled": True,
@@ -153,6 +164,7 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
                 "labels": {"release": "prometheus"},
                 "scrapeTimeout": "10s",
             },
+            "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
             "service": {"type": "LoadBalancer", "loadBalancerSourceRanges": ["10.0.0.0/8"]},
         },
         "networkPolicy": {

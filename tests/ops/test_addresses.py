@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.settings import GatewaySettings, ServeSettings, Settings, WorkerSettings
-from ops.addresses import base_url, is_loopback
+from ops.addresses import base_url, free_port, is_loopback
 from ops.cli import app
 from ops.local import LocalCluster
 from ops.up_record import find_record, record_path, with_record, write_record
@@ -83,6 +83,11 @@ async def test_up_does_not_take_the_gateway_of_another_pool_for_its_own() -> Non
             local = LocalCluster(msgspec.structs.replace(settings, secret="s"))
             local.settings = msgspec.structs.replace(local.settings, pool=pool)
             assert await asyncio.to_thread(local._all_seen) is taken
+
+
+def test_a_port_for_later_is_not_one_that_connections_get() -> None:
+    for host in ("127.0.0.1", "localhost"):
+        assert 20_000 <= free_port(host) < 32_000  # Linux gives connections ports from 32,768 on
 
 
 def test_every_local_cluster_has_a_pool_and_a_secret_of_its_own() -> None:

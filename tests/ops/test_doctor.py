@@ -18,7 +18,7 @@ from ops.cli import app
 from ops.doctor import examine, healthy
 from router.gateway import Gateway
 from tests.cluster.redis_servers import order
-from tests.router.support import FakeWorker
+from tests.router.support import QUICK_STOP, FakeWorker
 from tests.router.test_over_the_bus import Heard, Published
 from tests.tiny_model import write_tiny_llama
 from worker.server import WorkerServer
@@ -49,14 +49,14 @@ def settings_of(redis_url: str, pool: str, **changes) -> Settings:
         "redis_url": redis_url,
         "secret": "s3cret",
         "bus": BUS,
-        "gateway": GatewaySettings(port=0),
+        "gateway": GatewaySettings(port=0, **QUICK_STOP),
     }
     return Settings(**{**values, **changes})
 
 
 @contextlib.asynccontextmanager
 async def gateway_of(settings: Settings, workers: int):
-    gateway = Gateway(settings, drain_s=0.2)
+    gateway = Gateway(settings)
     heard = Heard(gateway)
     await gateway.start()
     try:
@@ -344,7 +344,7 @@ async def test_a_worker_that_lists_nonsense_is_named(fakes):
 async def test_keys_that_are_missing_are_named(fakes):
     settings, _ = fakes
     locked = msgspec.structs.replace(
-        settings, gateway=GatewaySettings(port=0, admin_key="admin", api_key="api")
+        settings, gateway=GatewaySettings(port=0, **QUICK_STOP, admin_key="admin", api_key="api")
     )
     async with gateway_of(locked, 2) as gateway:
         links = by_name(await look(settings, gateway.url))

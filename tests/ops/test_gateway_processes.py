@@ -31,7 +31,12 @@ class Command:
     def __init__(self, redis_url: str, pool: str, *flags: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ops.cli", "gateway", "--port", "0", *flags],
-            env={**os.environ, "STEMROUTE_POOL": pool, "STEMROUTE_REDIS_URL": redis_url},
+            env={
+                **os.environ,
+                "STEMROUTE_POOL": pool,
+                "STEMROUTE_REDIS_URL": redis_url,
+                "STEMROUTE_GATEWAY_DRAIN_NOTICE_S": "0.05",
+            },
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
             text=True,

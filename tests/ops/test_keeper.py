@@ -15,7 +15,6 @@ import pytest
 import redis
 
 from ops.keeper import Keeper, KeeperError, start_valkey
-from tests.system.processes import descendants
 
 
 def until(true: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
@@ -44,7 +43,8 @@ def test_valkey_is_restarted_on_its_port_and_ends_with_the_owner(tmp_path: Path)
     keeper = Keeper(tmp_path / "record", valkey=True)
     try:
         assert answers(keeper.redis_url)
-        (valkey,) = (p for p, c in descendants(os.getpid()).items() if "valkey-server" in c)
+        with redis.Redis.from_url(keeper.redis_url) as client:
+            valkey = client.info("server")["process_id"]
         os.kill(valkey, signal.SIGKILL)
         until(lambda: answers(keeper.redis_url), "Valkey runs again on the same port")
     finally:

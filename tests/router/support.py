@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -17,8 +18,10 @@ from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers
 
 from cluster.blocks import Namespace, hash_blocks, join_hashes, pack_tokens
+from cluster.frames import error_frame, frame
 from cluster.protocol import (
     HEADER_HIT_TOKENS,
+    HEADER_PROGRESS,
     HEADER_PROMPT_TOKENS,
     HEADER_REQUEST_ID,
     HEADER_WORKER,
@@ -222,6 +225,39 @@ class FakeWorker:
 
         return answer
 
+    def generate(
+        self, tokens: int, cut_after: int | None = None, error: bytes = b"", hit: int = 16
+    ) -> Answer:
+        """Generate the token ids 1, 2, … as frames with a word each, after those of the request.
+
+        cut_after   frames after which the connection ends
+        error       an error that ends the body instead of the last frame
+        """
+
+        async def answer(request: web.Request, generate: GenerateRequest) -> web.StreamResponse:
+            kind = "text/event-stream" if generate.stream else "application/json"
+            headers = {HEADER_PROGRESS: "1", "Content-Type": kind}
+            response = web.StreamResponse(headers=self.headers(generate, hit) | headers)
+            await response.prepare(request)
+            done = len(generate.output_ids) // 4
+            for number in range(done + 1, tokens + 1):
+                last = number == tokens
+                if cut_after is not None and number - done > cut_after:
+                    request.transport.abort()
+                    raise asyncio.CancelledError
+                if last and error:
+                    await response.write(error_frame(error))
+                    break
+                if generate.stream:
+                    body = event(str(number)) + (b"data: [DONE]\n\n" if last else b"")
+                else:
+                    body = json.dumps(list(range(1, number + 1))).encode() + b"\n" if last else b""
+                await response.write(frame(body, pack_tokens([number]), last=last))
+            await response.write_eof()
+            return response
+
+        return answer
+
     def drop(self, after: bytes = b"") -> Answer:
         """Cut the connection, at once or after some bytes of the body."""
 
@@ -255,6 +291,8 @@ class FakeWorker:
 
     async def _other(self, request: web.Request) -> web.StreamResponse:
         handler = self.others.get(f"{request.method} {request.path}")
+        if handler is None and request.path == "/health":
+            return web.json_response({"worker": self.name, "ready": True})
         return await handler(request) if handler else web.json_response({}, status=404)
 
     async def _flush(self, request: web.Request) -> web.Response:
@@ -265,12 +303,16 @@ def event(text: str) -> bytes:
     return b"data: " + json.dumps({"choices": [{"text": text}]}).encode() + b"\n\n"
 
 
+QUICK_STOP: dict[str, Any] = {"drain_notice_s": 0.0, "drain_timeout_s": 0.2}
+"""Settings of gateways that tests stop."""
+
+
 class Rig:
     """A gateway with fake workers, and a client."""
 
     def __init__(self, workers: int = 1, siblings: Siblings | None = None, **gateway) -> None:
-        settings = Settings(gateway=GatewaySettings(**{"port": 0, **gateway}))
-        self.gateway = Gateway(settings, FakeFollower, drain_s=0.2, siblings=siblings)
+        settings = Settings(gateway=GatewaySettings(**{"port": 0, **QUICK_STOP, **gateway}))
+        self.gateway = Gateway(settings, FakeFollower, siblings=siblings)
         self.workers = [FakeWorker(f"w{number}") for number in range(workers)]
         self.arrivals: asyncio.Queue[str] = asyncio.Queue()
         for worker in self.workers:

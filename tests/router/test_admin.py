@@ -114,6 +114,7 @@ async def test_the_fleet_is_shown_as_this_gateway_sees_it():
             "state": "ready",
             "device": "fake",
             "suspect": False,
+            "left_out": "",
             "pending_prefill_tokens": 9,
             "running": 2,
             "waiting": 1,

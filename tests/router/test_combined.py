@@ -199,7 +199,7 @@ async def test_two_changes_of_weights_never_run_at_once_whichever_process_is_ask
         go_on.set()
         status, _, body = await first
         assert (status, [each["worker"] for each in body["workers"]]) == (200, ["w0", "w1"])
-        assert order == [("w0", "/m/1"), ("w1", "/m/1")]
+        assert order == [("w0", "/m/1", True), ("w1", "/m/1", True)]
 
 
 async def test_a_flush_that_another_process_does_not_see_is_a_504(tmp_path, monkeypatch):

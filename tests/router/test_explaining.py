@@ -102,7 +102,7 @@ async def test_workers_that_are_left_out_say_why():
         rig.fleet.on_card(card("drains", state="draining"))
         rig.fleet.on_card(card("other", model="large"))
         rig.fleet.on_card(card("away"))
-        rig.fleet.suspect("away")
+        rig.fleet.trust.suspect("away", "it refused a connection")
         wrong = msgspec.structs.replace(NAMESPACE, block_size=8)
         rig.fleet.on_card(card("wide", namespace=wrong))
         answer, rows = await explained(rig)

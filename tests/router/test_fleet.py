@@ -162,12 +162,12 @@ def test_a_gone_worker_leaves_nothing_and_its_slot_is_used_again(fleet):
 def test_a_suspect_is_left_out_until_its_next_report_or_a_while(fleet, clock):
     fleet.on_card(card("a"))
     fleet.on_card(card("b"))
-    fleet.suspect("a")
-    fleet.suspect("nobody")
+    fleet.trust.suspect("a", "it refused a connection")
+    fleet.trust.suspect("nobody", "it refused a connection")
     assert names(fleet) == {"b"}
     fleet.on_report(report("a"))
     assert names(fleet) == {"a", "b"}
-    fleet.suspect("a")
+    fleet.trust.suspect("a", "it refused a connection")
     clock.now += 5.1
     assert names(fleet) == {"a", "b"}
 

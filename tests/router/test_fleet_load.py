@@ -161,7 +161,7 @@ def test_whatever_happens_no_load_leaks(script, chance):
         elif action == "gone":
             fleet.on_gone(who, "test")
         elif action == "suspect":
-            fleet.suspect(who)
+            fleet.trust.suspect(who, "test")
         elif action == "wait":
             clock.now += who
         fleet.check()

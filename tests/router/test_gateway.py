@@ -16,7 +16,7 @@ from cluster.settings import GatewaySettings, Settings
 from router.background import SWITCH_INTERVAL_S
 from router.gateway import Gateway, serve_gateway
 from router.policies import PolicyError
-from tests.router.support import NAMESPACE, FakeFollower, Rig, card, report
+from tests.router.support import NAMESPACE, QUICK_STOP, FakeFollower, Rig, card, report
 
 HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 
@@ -206,10 +206,11 @@ async def test_health_is_about_the_process_and_ready_about_the_pool():
         assert body["reasons"] == ["no worker has announced itself in the pool 'default'"]
         rig.fleet.on_card(card("a", state="starting"))
         rig.fleet.on_card(card("b"))
-        rig.fleet.suspect("b")
+        rig.fleet.trust.suspect("b", "it refused a connection")
         _, _, body = await rig.get("/ready")
         assert body["reasons"] == [
-            "none of the 2 workers can serve: a is starting, b is not reachable"
+            "none of the 2 workers can serve: a is starting, "
+            "b is not reachable (it refused a connection)"
         ]
         rig.fleet.on_report(report("b"))
         status, _, body = await rig.get("/ready")
@@ -266,7 +267,7 @@ async def test_a_follower_that_ended_is_not_ready():
         async def run(self):
             raise RuntimeError("bug")
 
-    gateway = Gateway(Settings(gateway=GatewaySettings(port=0)), Broken)
+    gateway = Gateway(Settings(gateway=GatewaySettings(port=0, **QUICK_STOP)), Broken)
     await gateway.start()
     await asyncio.wait([gateway._following])
     assert "the bus follower has stopped" in gateway.readiness().reasons[-1]
@@ -402,7 +403,8 @@ def interpreter():
 @pytest.mark.usefixtures("interpreter")
 async def test_serve_gateway_tells_its_url_and_ends_when_cancelled():
     ready = asyncio.get_running_loop().create_future()
-    settings = Settings(redis_url="redis://127.0.0.1:1/0", gateway=GatewaySettings(port=0))
+    gateway = GatewaySettings(port=0, **QUICK_STOP)
+    settings = Settings(redis_url="redis://127.0.0.1:1/0", gateway=gateway)
     serving = asyncio.create_task(serve_gateway(settings, ready=ready.set_result))
     url = await asyncio.wait_for(ready, 20)
     assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)

@@ -211,6 +211,13 @@ def test_the_next_turn_encodes_only_what_is_new():
     assert len(new) < RUN_CHARACTERS
 
 
+def test_a_known_run_is_not_cut_off_where_its_text_goes_on():
+    prompts = Prompts(tokenizer_of("byte level"))
+    system, answer = ("system", "s" * RUN_CHARACTERS), "the quick brown fo" * RUN_CHARACTERS
+    for said in (answer, f"{answer}x jumps over", answer):
+        prompts.check(rendered([system, ("assistant", said), ("user", "and?")]))
+
+
 @pytest.mark.parametrize("different", ["bos", "root"])
 def test_equal_texts_of_other_roots_or_after_a_bos_token_are_others(different):
     prompts = Prompts(tokenizer_of("byte level"))
@@ -261,3 +268,24 @@ def test_only_tokens_that_match_wherever_they_stand_are_boundaries():
     assert with_tokens(token("aa")) == set()  # "aaa": where?
     assert json.loads(tokenizer_of("byte level").to_str())["added_tokens"]
     assert set(Boundaries(tokenizer_of("byte level").to_str(), "").tokens) == set(SPECIAL)
+
+
+def test_a_dropped_run_is_not_kept_by_the_one_before_it():
+    added = {"added_tokens": [{"content": "<|im_start|>"}]}
+    boundaries = Boundaries(json.dumps(added), HINT)
+    known = KnownTexts(max_characters=40 * RUN_CHARACTERS)
+
+    def look_up(*runs):
+        text = "".join("<|im_start|>" + run for run in runs) + "<|im_start|>"
+        known.tokens_and_hashes(
+            text, boundaries, lambda run: pack_tokens([0]), bos=b"", root=b"r", block_size=16
+        )
+
+    first, long = "a" * RUN_CHARACTERS, "b" * 30 * RUN_CHARACTERS
+    look_up(first, long)
+    for number in range(4):  # generations in which the long one is not used
+        look_up(*(f"{number} {each}" + "c" * RUN_CHARACTERS for each in range(10)))
+        look_up(first)
+    assert any(first in text for _, text in known._young)
+    kept = [run.next for runs in (known._young, known._old) for run in runs.values()]
+    assert not any(len(text) > len(long) for text in kept)

@@ -15,7 +15,7 @@ from aiohttp import web
 from cluster.protocol import GenerateRequest, Load
 from cluster.settings import BusSettings, GatewaySettings, Settings
 from router.gateway import Gateway
-from tests.router.support import FakeWorker
+from tests.router.support import QUICK_STOP, FakeWorker
 from tests.router.test_over_the_bus import Heard, Published
 
 REQUESTS = 10_000
@@ -78,9 +78,9 @@ async def ten_thousand_requests(redis_url: str, pool: str) -> None:
         pool=pool,
         redis_url=redis_url,
         bus=BUS,
-        gateway=GatewaySettings(port=0, attempts=2, first_byte_timeout_s=0.15),
+        gateway=GatewaySettings(port=0, **QUICK_STOP, attempts=2, first_byte_timeout_s=0.15),
     )
-    gateway = Gateway(settings, drain_s=0.2)
+    gateway = Gateway(settings)
     heard = Heard(gateway)
     fleet = gateway.fleet
     await gateway.start()

@@ -9,7 +9,7 @@ from cluster.bus import Publisher
 from cluster.protocol import HEADER_PREDICTED_HIT_TOKENS, HEADER_WORKER, Load
 from cluster.settings import BusSettings, GatewaySettings, Settings
 from router.gateway import Gateway
-from tests.router.support import FakeWorker
+from tests.router.support import QUICK_STOP, FakeWorker
 from tests.router.test_forwarding import chain_of_text
 from tests.watching import Heard
 
@@ -59,8 +59,10 @@ class Published:
 
 
 async def test_prefixes_flushes_and_deaths_arrive_over_the_bus(redis_url, pool):
-    settings = Settings(pool=pool, redis_url=redis_url, bus=QUICK, gateway=GatewaySettings(port=0))
-    gateway = Gateway(settings, drain_s=0.2)
+    settings = Settings(
+        pool=pool, redis_url=redis_url, bus=QUICK, gateway=GatewaySettings(port=0, **QUICK_STOP)
+    )
+    gateway = Gateway(settings)
     heard = Heard(gateway)
     fleet, chain = gateway.fleet, chain_of_text(TEXT)
     await gateway.start()
@@ -106,8 +108,10 @@ async def test_prefixes_flushes_and_deaths_arrive_over_the_bus(redis_url, pool):
 async def test_a_worker_that_publishes_none_of_what_it_caches_is_not_followed_in_silence(
     redis_url, pool
 ):
-    settings = Settings(pool=pool, redis_url=redis_url, bus=QUICK, gateway=GatewaySettings(port=0))
-    gateway = Gateway(settings, drain_s=0.2)
+    settings = Settings(
+        pool=pool, redis_url=redis_url, bus=QUICK, gateway=GatewaySettings(port=0, **QUICK_STOP)
+    )
+    gateway = Gateway(settings)
     heard = Heard(gateway)
     await gateway.start()
     async with FakeWorker("w0") as worker, aiohttp.ClientSession(gateway.url) as http:

@@ -52,7 +52,7 @@ async def test_they_wait_for_the_next_worker_too_where_the_last_has_left():
 
 async def test_a_worker_out_of_reach_is_waited_for_too():
     async with Rig(queue=5) as rig:
-        rig.fleet.suspect("w0")
+        rig.fleet.trust.suspect("w0", "it refused a connection")
         asked = asyncio.create_task(rig.complete(PROMPT))
         await waits(rig)
         ready(rig)
@@ -63,8 +63,8 @@ async def test_a_worker_that_is_tried_again_without_a_report_ends_the_wait():
     async with Rig(queue=5) as rig:
         now = rig.fleet._clock()
         rig.fleet._clock = lambda: now
-        rig.fleet._suspects._for_s = 0.01
-        rig.fleet.suspect("w0")
+        rig.fleet.trust._suspects._for_s = 0.01
+        rig.fleet.trust.suspect("w0", "it refused a connection")
         asked = asyncio.create_task(rig.complete(PROMPT))
         while rig.gateway.admission._looking_later is None:  # noqa: ASYNC110
             await asyncio.sleep(0)

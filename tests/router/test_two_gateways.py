@@ -14,7 +14,7 @@ from aiohttp import web
 from cluster.protocol import GenerateRequest, Load
 from cluster.settings import BusSettings, GatewaySettings, Settings
 from router.gateway import Gateway
-from tests.router.support import FakeWorker
+from tests.router.support import QUICK_STOP, FakeWorker
 from tests.router.test_over_the_bus import Heard, Published
 
 BUS = BusSettings(lease_s=3.0, heartbeat_s=0.1, min_report_gap_s=0.02)
@@ -57,9 +57,9 @@ class Side:
     """One gateway, what it hears, and a client of it."""
 
     def __init__(self, redis_url: str, pool: str, policy: str) -> None:
-        gateway = GatewaySettings(port=0, policy=policy)
+        gateway = GatewaySettings(port=0, **QUICK_STOP, policy=policy)
         settings = Settings(pool=pool, redis_url=redis_url, bus=BUS, gateway=gateway)
-        self.gateway = Gateway(settings, drain_s=0.2)
+        self.gateway = Gateway(settings)
         self.batches_when_named: dict[str, int] = {}
         apply = self.gateway.fleet.on_report
 

@@ -10,6 +10,7 @@ from router.worker_connections import (
     MAX_FRAMING_BYTES,
     WorkerConnections,
     WorkerLost,
+    WorkerStalled,
     WorkerUnreachable,
 )
 from tests.router.test_forwarding import refused_address
@@ -37,7 +38,7 @@ class Server:
         self._server.close()
         await self._server.wait_closed()
         await asyncio.sleep(0)
-        assert not self.workers._all
+        assert not self.workers._connections()
 
     def _accept(self, reader, writer):
         self._writers.append(writer)
@@ -316,7 +317,7 @@ async def test_a_head_that_comes_in_the_last_moment_is_in_time():
         await read_request(reader)
         await answer.read()
         answer.close()
-        (connection,) = server.workers._all
+        (connection,) = server.workers._connections()
         loop, timers = connection._loop, []
 
         def call_later(delay, call, *arguments):
@@ -362,7 +363,7 @@ async def test_a_worker_is_not_read_from_while_the_client_is_slow(monkeypatch):
     monkeypatch.setattr(worker_connections, "HIGH_WATER_BYTES", 1000)
     async with Server() as server:
         answer, _, writer = await server.answered(CHUNKED)
-        (connection,) = server.workers._all
+        (connection,) = server.workers._connections()
         paused = asyncio.Event()
         transport = connection.transport
         connection.transport = SimpleNamespace(
@@ -378,3 +379,71 @@ async def test_a_worker_is_not_read_from_while_the_client_is_slow(monkeypatch):
         assert not connection._paused
         writer.write(b"1\r\ny\r\n0\r\n\r\n")
         assert await answer.read() == b"y"
+
+
+async def test_all_requests_at_a_worker_can_be_failed_whatever_they_wait_for():
+    async with Server() as server, Server() as other:
+        kept, reader, writer = await server.asked()
+        await read_request(reader)
+        writer.write(OK)
+        answer = await kept
+        assert await answer.read() == b"hi"
+        begun, _, writer = await server.answered(CHUNKED + b"2\r\nhi\r\n")
+        without, *_ = await server.asked()
+        answer.close()
+        elsewhere, _, far = await other.asked()
+        server.workers.fail(server.address, WorkerStalled("it is silent"))
+        assert await begun.some() == b"hi"
+        with pytest.raises(WorkerStalled, match="it is silent"):
+            await begun.some()
+        with pytest.raises(WorkerStalled, match="it is silent"):
+            await without
+        begun.close()
+        again, _, writer = await server.asked()  # on a new connection
+        for waiting, end in ((again, writer), (elsewhere, far)):
+            end.write(OK)
+            answer = await waiting
+            assert await answer.read() == b"hi"
+            answer.close()
+
+
+async def test_bytes_of_a_worker_are_signs_of_life(monkeypatch):
+    async with Server() as server:
+        now = 1000.0
+        assert server.workers.heard_at(server.address) == 0
+        monkeypatch.setattr(worker_connections, "time", SimpleNamespace(monotonic=lambda: now))
+        answer, _, writer = await server.answered(CHUNKED + b"2\r\nhi\r\n")
+        assert server.workers.heard_at(server.address) == 1000
+        now = 1007.0
+        assert await answer.some() == b"hi"
+        writer.write(b"2\r\nho\r\n")
+        assert await answer.some() == b"ho"
+        assert server.workers.heard_at(server.address) == 1007
+        answer.close()
+
+
+async def test_a_response_that_stands_still_fails_unless_its_client_is_slow(monkeypatch):
+    async with Server() as server:
+        now = 1000.0
+        monkeypatch.setattr(worker_connections, "time", SimpleNamespace(monotonic=lambda: now))
+        answer, _, writer = await server.answered(CHUNKED + b"2\r\nhi\r\n")
+        waiting, *_ = await server.asked()  # has its own timeout
+        assert await answer.some() == b"hi"
+        now = 1100.0  # the client took its time
+        server.workers.fail_quiet(60)
+        reading = asyncio.create_task(answer.some())
+        await asyncio.sleep(0)
+        server.workers.fail_quiet(60)
+        now = 1159.0
+        server.workers.fail_quiet(60)
+        writer.write(b"2\r\nho\r\n")
+        assert await reading == b"ho"
+        reading = asyncio.create_task(answer.some())
+        await asyncio.sleep(0)
+        now = 1220.0
+        server.workers.fail_quiet(60)
+        with pytest.raises(WorkerStalled, match="stood still for 60 s"):
+            await reading
+        answer.close()
+        assert not waiting.done()
+        waiting.cancel()

@@ -14,6 +14,7 @@ from cluster.blocks import split_hashes
 from cluster.protocol import HEADER_HIT_TOKENS, HEADER_PREDICTED_HIT_TOKENS, BlockList
 from cluster.settings import BusSettings, GatewaySettings, Settings, WorkerSettings
 from router.gateway import Gateway
+from tests.router.support import QUICK_STOP
 from tests.tiny_model import write_tiny_llama
 from tests.watching import Heard
 from worker.server import WorkerServer
@@ -34,7 +35,7 @@ def settings(redis_url: str, pool: str, model: Path) -> Settings:
         redis_url=redis_url,
         secret="a secret",
         bus=QUICK,
-        gateway=GatewaySettings(port=0),
+        gateway=GatewaySettings(port=0, **QUICK_STOP),
         worker=WorkerSettings(
             model=str(model),
             device="cpu",
@@ -113,7 +114,7 @@ async def test_any_mix_evictions_and_a_restart_leave_every_index_exact(
 ) -> None:
     parts = settings(redis_url, pool, model)
     workers = [WorkerServer(parts, name) for name in ("w0", "w1")]
-    gateway = Gateway(parts, drain_s=0.2)
+    gateway = Gateway(parts)
     heard = Heard(gateway)
     late: Gateway | None = None
     try:
@@ -139,7 +140,7 @@ async def test_any_mix_evictions_and_a_restart_leave_every_index_exact(
 
         await send_mix(gateway.url, rng, 40)
         await agree(gateway, heard, workers)
-        late = Gateway(parts, drain_s=0.2)
+        late = Gateway(parts)
         late_heard = Heard(late)
         await late.start()
         await agree(late, late_heard, workers)

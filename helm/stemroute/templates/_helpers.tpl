@@ -111,16 +111,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
   value: {{ include "stemroute.pool" . | quote }}
 {{ include "stemroute.secretEnv" (dict "root" . "name" "STEMROUTE_SECRET" "from" .Values.poolSecret "own" "pool-secret") }}
 {{- if .Values.valkey.enabled }}
-{{ include "stemroute.secretEnv" (dict "root" . "name" "VALKEY_PASSWORD" "from" .Values.valkey.auth "own" "valkey-password") }}
+{{ include "stemroute.secretEnv" (dict "root" . "name" "STEMROUTE_REDIS_PASSWORD" "from" .Values.valkey.auth "own" "valkey-password") }}
 - name: STEMROUTE_REDIS_URL
-  value: {{ printf "redis://:$(VALKEY_PASSWORD)@%s-valkey:%v/0" (include "stemroute.fullname" .) .Values.valkey.port | quote }}
+  value: {{ printf "redis://%s-valkey:%v/0" (include "stemroute.fullname" .) .Values.valkey.port | quote }}
 {{- else if .Values.externalRedis.url }}
 {{- if .Values.externalRedis.existingSecret }}
-- name: REDIS_PASSWORD
-  valueFrom:
-    secretKeyRef:
-      name: {{ .Values.externalRedis.existingSecret }}
-      key: {{ .Values.externalRedis.passwordKey }}
+{{ include "stemroute.secretEnv" (dict "root" . "name" "STEMROUTE_REDIS_PASSWORD" "from" (dict "existingSecret" .Values.externalRedis.existingSecret "key" .Values.externalRedis.passwordKey)) }}
 {{- end }}
 - name: STEMROUTE_REDIS_URL
   value: {{ .Values.externalRedis.url | quote }}
@@ -132,6 +128,41 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
       key: {{ .Values.externalRedis.urlKey }}
 {{- end }}
 {{- include "stemroute.settingsEnv" (dict "section" "BUS" "settings" .Values.bus) }}
+{{- end -}}
+
+{{/* Address of the Redis in which Ray keeps its state; "" where none is given and the release's is not a single server. */}}
+{{- define "stemroute.gcsRedis" -}}
+{{- $url := .Values.externalRedis.url -}}
+{{- if .Values.ray.gcsFaultTolerance.redisAddress -}}
+{{- .Values.ray.gcsFaultTolerance.redisAddress -}}
+{{- else if .Values.valkey.enabled -}}
+{{- printf "redis://%s-valkey:%v" (include "stemroute.fullname" .) .Values.valkey.port -}}
+{{- else if regexMatch "^rediss?://[^,]+$" $url -}}
+{{- $host := (urlParse $url).host -}}
+{{- printf "%s://%s%s" (urlParse $url).scheme $host (contains ":" $host | ternary "" ":6379") -}}
+{{- end -}}
+{{- end -}}
+
+{{/* gcsFaultToleranceOptions of the Ray cluster. Without externalStorageNamespace KubeRay takes the cluster's id, so that the second cluster of an update has its own. */}}
+{{- define "stemroute.gcsFaultTolerance" -}}
+{{- $redis := .Values.externalRedis -}}
+redisAddress: {{ include "stemroute.gcsRedis" . | quote }}
+{{- if .Values.valkey.enabled }}
+redisPassword:
+{{- pick (include "stemroute.secretEnv" (dict "root" . "name" "" "from" .Values.valkey.auth "own" "valkey-password") | fromYamlArray | first) "valueFrom" | toYaml | nindent 2 }}
+{{- else }}
+{{- with (urlParse (default "redis://" $redis.url)).userinfo | trimSuffix ":" }}
+redisUsername:
+  value: {{ . | quote }}
+{{- end }}
+{{- if $redis.existingSecret }}
+redisPassword:
+  valueFrom:
+    secretKeyRef:
+      name: {{ $redis.existingSecret }}
+      key: {{ $redis.passwordKey }}
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{/* Path of the model in a worker's pod. */}}
@@ -166,21 +197,23 @@ emptyDir: {}
 {{- if or $redis.url $redis.existingSecret -}}
 {{- fail "externalRedis is set, but valkey.enabled is true as well: set valkey.enabled=false to use the external Redis" -}}
 {{- end -}}
-{{- if not (regexMatch "^[A-Za-z0-9._~-]*$" .Values.valkey.auth.value) -}}
-{{- fail "valkey.auth.value becomes part of a URL: use letters, digits and . _ ~ - only" -}}
+{{- if contains "\n" .Values.valkey.auth.value -}}
+{{- fail "valkey.auth.value contains a line break: use a password without" -}}
 {{- end -}}
 {{- else -}}
 {{- if not (or $redis.url $redis.existingSecret) -}}
 {{- fail "valkey.enabled is false: set externalRedis.url, or externalRedis.existingSecret with the URL under its key externalRedis.urlKey" -}}
 {{- end -}}
-{{- if regexMatch "^rediss?([+]sentinel)?://[^/@]*:[^/@]+@" ($redis.url | replace "$(REDIS_PASSWORD)" "") -}}
-{{- fail "externalRedis.url holds a password, which everyone who can read pods would see: put it into a Secret, name that in externalRedis.existingSecret, and write $(REDIS_PASSWORD) in the URL" -}}
+{{- if regexMatch "^[a-z+]+://[^/@]*:[^/]*@" $redis.url -}}
+{{- fail "externalRedis.url holds a password, which everyone who can read pods would see: put it into a Secret, and name that in externalRedis.existingSecret" -}}
 {{- end -}}
-{{- if and (contains "$(REDIS_PASSWORD)" $redis.url) (not $redis.existingSecret) -}}
-{{- fail "externalRedis.url names $(REDIS_PASSWORD), but externalRedis.existingSecret, which holds it, is not set" -}}
 {{- end -}}
-{{- if and $redis.url $redis.existingSecret (not (contains "$(REDIS_PASSWORD)" $redis.url)) -}}
-{{- fail "externalRedis.existingSecret is set, but externalRedis.url does not use its password: write $(REDIS_PASSWORD) in the URL, or leave the URL empty to take it from the Secret" -}}
+{{- if .Values.ray.gcsFaultTolerance.enabled -}}
+{{- if and .Values.valkey.enabled (not .Values.valkey.persistence.enabled) -}}
+{{- fail "ray.gcsFaultTolerance.enabled needs a Redis that keeps its data: set valkey.persistence.enabled=true, or use an external Redis" -}}
+{{- end -}}
+{{- if not (include "stemroute.gcsRedis" .) -}}
+{{- fail "ray.gcsFaultTolerance: Ray reaches one Redis server at HOST:PORT, which is not to be seen in externalRedis.url: set ray.gcsFaultTolerance.redisAddress" -}}
 {{- end -}}
 {{- end -}}
 {{- $volumes := 0 -}}

@@ -35,7 +35,8 @@ async def failing(rig: Rig, seconds: float, count: int) -> Result:
         for name in broken:
             os.kill(workers[name].pid, signal.SIGUSR2)
 
-    result = await drive(rig, seconds, strike)
+    well = (len(workers) - count) / len(workers)  # the others carry the load
+    result = await drive(rig, seconds, strike, rate=well * rig.rate)
     result.notes.append(f"one gateway tried the failing workers {tried} times")
     result.expect(
         tried <= TRIES * count, f"failing workers were tried {tried} times: they were not avoided"

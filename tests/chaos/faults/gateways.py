@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+from cluster.settings import GatewaySettings
 from tests.chaos.driving import Goal, Result, drive, fault
 from tests.chaos.load import Client, asks, gather
 from tests.chaos.rig import LOADS, MODEL, STEP_S, Needs, Rig
@@ -13,8 +14,7 @@ STREAMS = 48
 DISTINCT = 12
 LONG = 4
 """Streams are so many times longer than usual: longer than any short grace period."""
-DRAIN_S = 30.0
-"""`gateway.drain_timeout_s` by default."""
+DRAIN_S = GatewaySettings().shutdown_s
 
 
 @fault(
