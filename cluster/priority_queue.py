@@ -56,6 +56,14 @@ class PriorityQueue(Generic[K, V]):
     def __iter__(self) -> Iterator[K]:
         return chain.from_iterable(self._levels[priority] for priority in self._order)
 
+    def up_to(self, priority: int) -> int:
+        """How many values a new one of this priority would come after."""
+        return sum(len(self._levels[each]) for each in self._order if each <= priority)
+
+    def by_priority(self) -> list[tuple[int, int]]:
+        """Each priority with values, in order, and their number."""
+        return [(each, len(self._levels[each])) for each in self._order]
+
     def keys(self) -> set[K]:
         """All keys."""
         return set(self._priority_of)

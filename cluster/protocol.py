@@ -30,6 +30,7 @@ HEADER_PROGRESS = "x-stemroute-progress"
 """Of a worker's response: "1" if its body is in frames."""
 HEADER_PREDICTED_HIT_TOKENS = "x-stemroute-predicted-hit-tokens"
 HEADER_EXPLAIN = "x-stemroute-explain"
+HEADER_TIMEOUT = "x-request-timeout-ms"
 """Of a request: "1" has the gateway keep its decision for `/admin/decisions/{request id}`."""
 
 
@@ -86,6 +87,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     pending_prefill_pairs    query-key pairs of the pending tokens' attention (`prefill_pairs`)
     prefill_s_per_token      measured seconds to prefill a token; 0: not measured yet
     prefill_s_per_pair       seconds on top for each query-key pair
+    waiting_by_priority      (priority, waiting requests of it), lower first; empty if all have 0
     start_interval_s         measured seconds from one start of a waiting request to the next,
                              whatever limits them; 0: none has had to wait yet
     """
@@ -98,6 +100,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     pending_prefill_pairs: int = 0
     prefill_s_per_token: float = 0.0
     prefill_s_per_pair: float = 0.0
+    waiting_by_priority: tuple[tuple[int, int], ...] = ()
     start_interval_s: float = 0.0
 
     @property
@@ -340,7 +343,7 @@ class RequestError(Exception):
     type     OpenAI's error type, such as "invalid_request_error"
     param    the field at fault, None where it is none
     code     machine-readable reason, such as "context_length_exceeded"
-    retry_after_s   when to send it again; None: as soon as a moment later where that may help
+    retry_after_s   seconds after which to send it again, at least 1; None: 1 where that may help
     """
 
     def __init__(

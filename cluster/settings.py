@@ -71,8 +71,11 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                          to `GET /health`) for this many seconds gets no requests until the next
                          one, and those under way there fail
     default_max_tokens   max_tokens of requests that set none (bounded by the context)
+    max_wait_s           longest expected wait of a request before it starts; beyond it, requests are
+                         refused with 429. If requests usually wait less, the limit is lower. 0: no
+                         limit
     queue                size of the admission queue, in which requests wait until a worker is
-                         ready and has room, first in, first out; 0: no queue
+                         ready and has room, by priority, then first in, first out; 0: no queue
     queue_timeout_s      longest wait in the admission queue; then 429, or 503 if no worker is ready
     drain_notice_s       at shutdown, time for which /ready fails while requests are still served,
                          so that load balancers send new ones elsewhere
@@ -100,6 +103,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     inter_token_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     stall_timeout_s: Annotated[float, msgspec.Meta(ge=0.5)] = 3.0
     default_max_tokens: int = 1024
+    max_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
     queue: Annotated[int, msgspec.Meta(ge=0)] = 0
     queue_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     drain_notice_s: Annotated[float, msgspec.Meta(ge=0)] = 1.0

@@ -1,6 +1,7 @@
-"""When a request starts: at once, or after a wait in the gateway's admission queue.
+"""When a request starts: at once, or after a wait in the gateway's admission queue, or never.
 
-Without a queue, a request is refused with 429 if no worker has a free block, and with 503 if no
+A request is refused with 429 if it is expected to wait too long before it starts (`router.waits`).
+Without a queue, it is also refused with 429 if no worker has a free block, and with 503 if no
 worker of its model is ready. With a queue, it waits here until a worker is ready and has room for
 its prompt, instead of at a worker that may no longer be the best one when it starts.
 
@@ -10,7 +11,7 @@ A request keeps one position in the queue from its arrival on:
             ▲                                                       │
             └────── the workers that it was hashed for are gone ────┘
 
-Requests of a model leave in order of arrival, after an event that may have made room: a report, the
+Requests of a model leave in order of priority, lower first, then of arrival, after an event that may have made room: a report, the
 end of a request, a worker that became ready. A request that is being tokenised blocks those behind
 it.
 
@@ -20,15 +21,23 @@ simulation passes its virtual clock.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
+from math import inf
 from typing import Protocol, Self
 
-from cluster.protocol import RequestError
-from router.dispatch import Dispatcher, NoRoom, Placement
+from cluster.priority_queue import PriorityQueue
+from cluster.protocol import HEADER_TIMEOUT, RequestError
+from router.dispatch import Dispatcher, NoRoom, Placement, TooSlow
 from router.edge import no_ready_worker
 from router.fleet import Fleet
+from router.policies import Columns
 from router.tokenization import Prompt
+from router.waits import WaitLimit
+
+CODES = {"wait": "overloaded", "room": "no_room", "deadline": "deadline_unreachable"}
+"""Reasons of refusals with 429, and their error codes."""
 
 Told = Placement | RequestError | None
 """How a wait ends: placed, refused, or None: check again which workers are ready, and hash the
@@ -57,19 +66,30 @@ class Ticket:
     worker. `close` (or the end of its `with` block) releases both.
 
     placement   where the request is booked; None without a booking
+    priority    lower ones start first
+    deadline    when the first token must have been generated, on the fleet's clock
 
     `wait_for_worker` and `place` call `tell` exactly once, immediately or later, unless the ticket
     is closed first. At most one of them may be pending.
     """
 
     __slots__ = (
-        *("model", "placement", "request_id"),
+        *("deadline", "model", "placement", "priority", "request_id"),
         *("_admission", "_is_late", "_prompt", "_tell", "_timer"),
     )
 
-    def __init__(self, admission: Admission, model: str, request_id: str) -> None:
+    def __init__(
+        self,
+        admission: Admission,
+        model: str,
+        request_id: str,
+        priority: int = 0,
+        deadline: float = inf,
+    ) -> None:
         self.model = model
         self.request_id = request_id
+        self.priority = priority
+        self.deadline = deadline
         self.placement: Placement | None = None
         self._admission = admission
         self._is_late = False
@@ -94,6 +114,12 @@ class Ticket:
         else:
             tell(no_worker(admission._fleet, model))
 
+    def check_wait(self) -> None:
+        """Raise RequestError (429) if the request is expected to wait too long. One that is in the
+        queue already is not refused any more."""
+        if self._timer is None:
+            self._admission._check_wait(self)
+
     def place(self, prompt: Prompt, tell: Tell) -> None:
         """Book the request at a worker that has room. Tells the placement, None, or a RequestError
         (429, 503) if the request may not wait or its time is up."""
@@ -102,9 +128,11 @@ class Ticket:
             admission._wait(self, prompt, tell)
             return
         try:
-            self.placement = admission._dispatcher.place(model, prompt, self.request_id)
+            self.placement = admission._place(self, prompt)
         except NoRoom:
             admission._wait(self, prompt, tell)
+        except RequestError as error:
+            tell(error)
         else:
             tell(self.placement)
 
@@ -136,28 +164,40 @@ class Ticket:
 class Admission:
     """The admission queue. Not thread-safe.
 
-    limit      most requests that may wait
-    timeout_s  longest wait, from when the request enters the queue
+    limit       most requests that may wait
+    timeout_s   longest wait, from when the request enters the queue
+    max_wait_s  longest expected wait until a request starts; 0: no limit
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, scheduler: Scheduler, limit: int, timeout_s: float
+        self,
+        dispatcher: Dispatcher,
+        scheduler: Scheduler,
+        limit: int,
+        timeout_s: float,
+        max_wait_s: float = 0.0,
     ) -> None:
         self.waiting = 0
+        self.refused = Counter[str]()
+        """Refusals with 429: reason -> requests."""
         self._dispatcher = dispatcher
         self._fleet = dispatcher.fleet
         self._scheduler = scheduler
         self._limit = limit
         self._timeout_s = timeout_s
-        self._queues: dict[str, dict[Ticket, None]] = {}
+        self._max_wait_s = max_wait_s
+        self._limits: dict[str, WaitLimit] = {}  # by model
+        self._queues: dict[str, PriorityQueue[Ticket, None]] = {}
         self._unready: set[str] = set()  # models with requests that wait for a worker
         self._looking: Timer | None = None
         self._looking_later: Timer | None = None
         self._unsubscribe = self._fleet.room.subscribe(self._look_soon)
 
-    def ticket(self, model: str, request_id: str) -> Ticket:
+    def ticket(
+        self, model: str, request_id: str, priority: int = 0, deadline: float = inf
+    ) -> Ticket:
         """A ticket for a request that has arrived. The caller closes it."""
-        return Ticket(self, model, request_id)
+        return Ticket(self, model, request_id, priority, deadline)
 
     def close(self) -> None:
         """Stop placing requests. Those in the queue wait until their timeout."""
@@ -173,17 +213,108 @@ class Admission:
             tell(self._timed_out(model))
             return
         if ticket._timer is None:
-            if self.waiting >= self._limit:
-                tell(self._full(model))
+            try:
+                self._enter(ticket)
+            except RequestError as error:
+                tell(error)
                 return
             expire = partial(self._expire, ticket)
             ticket._timer = self._scheduler.call_later(self._timeout_s, expire)
-            self._queues.setdefault(model, {})[ticket] = None
+            queue = self._queues.setdefault(model, PriorityQueue())
+            queue.add(ticket, None, ticket.priority)
             self.waiting += 1
         ticket._prompt, ticket._tell = prompt, tell
         if prompt is None:
             self._unready.add(model)
         self._look_soon()  # a suspect may become a candidate again without a report
+
+    def _enter(self, ticket: Ticket) -> None:
+        """Check that the ticket may enter the queue. Raises RequestError."""
+        if self.waiting >= self._limit:
+            raise self._full(ticket.model)
+        expected_s, _ = self._check_wait(ticket)
+        if expected_s:
+            self._limit_of(ticket.model).admitted(self._fleet.clock(), expected_s)
+
+    def _place(self, ticket: Ticket, prompt: Prompt) -> Placement | None:
+        """Book the request. Raises NoRoom, and RequestError (400, 429) if it would start too late.
+
+        What has waited in the queue was accepted before.
+        """
+        expected_s, limit_s, within_s = 0.0, inf, inf
+        if ticket._timer is None:
+            expected_s, limit_s = self._check_wait(ticket)
+        if ticket.deadline < inf:
+            within_s = ticket.deadline - self._fleet.clock()
+        try:
+            placement = self._dispatcher.place(
+                ticket.model, prompt, ticket.request_id, wait_limit_s=limit_s, within_s=within_s
+            )
+        except TooSlow as slow:
+            raise self._too_slow(ticket.model, slow, within_s) from None
+        if expected_s and placement is not None:
+            self._limit_of(ticket.model).admitted(self._fleet.clock(), expected_s)
+        return placement
+
+    def _check_wait(self, ticket: Ticket) -> tuple[float, float]:
+        """The expected wait in seconds, and the longest that is accepted. Raises RequestError (429)
+        if it is exceeded."""
+        group = self._fleet.group(ticket.model)
+        if group is None or not group.mask:
+            return 0.0, inf  # it waits for a worker
+        columns = self._fleet.columns_of(group)
+        queue = self._queues.get(ticket.model)
+        ahead = 0 if queue is None else queue.up_to(ticket.priority)
+        if not ahead and not columns.wait_s.any():
+            return 0.0, inf
+        interval_s = _start_interval_s(columns)
+        expected_s = self._fleet.least_wait_s(group, ticket.priority) + ahead * interval_s
+        now, limit = self._fleet.clock(), self._limit_of(ticket.model)
+        allowed_s = limit.allowed_s(now, interval_s)
+        if expected_s > allowed_s:
+            raise self._refusal(
+                ticket.model,
+                "wait",
+                f"more is asked of the model `{ticket.model}` than its workers can serve: a request"
+                f" would wait about {expected_s:.1f} s before it starts, {allowed_s:.1f} s are "
+                "accepted",
+                expected_s - allowed_s,
+            )
+        return expected_s, allowed_s
+
+    def _too_slow(self, model: str, slow: TooSlow, within_s: float) -> RequestError:
+        says = (
+            f"the deadline cannot be met: the first token is expected in {slow.expected_s:.2f} s, "
+            f"{max(0.0, within_s):.2f} s are left"
+        )
+        if slow.prefill_s <= within_s:
+            return self._refusal(model, "deadline", says, slow.expected_s - within_s)
+        return RequestError(
+            f"{says}; the prompt alone takes {slow.prefill_s:.2f} s: allow more time "
+            f"({HEADER_TIMEOUT}), or send a shorter prompt",
+            code="deadline_too_short",
+        )
+
+    def _refusal(self, model: str, reason: str, found: str, over_s: float = 0.0) -> RequestError:
+        """Status 429, with a time to come back; `over_s` is how much too long the wait is."""
+        self.refused[reason] += 1
+        group = self._fleet.group(model)
+        serves = group is not None and group.mask
+        interval_s = _start_interval_s(self._fleet.columns_of(group)) if serves else 0.0
+        after_s = self._limit_of(model).refuse(self._fleet.clock(), over_s, interval_s)
+        return RequestError(
+            f"{found}: retry in {after_s} s",
+            status=429,
+            type="rate_limit_error",
+            code=CODES[reason],
+            retry_after_s=after_s,
+        )
+
+    def _limit_of(self, model: str) -> WaitLimit:
+        limit = self._limits.get(model)
+        if limit is None:
+            limit = self._limits[model] = WaitLimit(self._max_wait_s)
+        return limit
 
     def _leave(self, ticket: Ticket) -> None:
         if ticket._timer is not None:
@@ -234,9 +365,13 @@ class Admission:
         if prompt is None:
             return False  # it waits for a ready worker, or is being tokenised
         try:
-            placement = self._dispatcher.place(ticket.model, prompt, ticket.request_id)
+            placement = self._place(ticket, prompt)
         except NoRoom:
             return False
+        except RequestError as error:
+            self._remove(ticket)
+            ticket._told(error)
+            return True
         if placement is None:
             if self._is_ready(ticket.model):  # those that it was hashed for have been replaced
                 ticket._prompt = None
@@ -263,7 +398,8 @@ class Admission:
     def _timed_out(self, model: str) -> RequestError:
         within = f"within {self._timeout_s:g} s"
         if self._is_ready(model):
-            return _no_room(f"no worker of the model `{model}` had room for the prompt {within}")
+            found = f"no worker of the model `{model}` had room for the prompt {within}"
+            return self._refusal(model, "room", found)
         return no_ready_worker(f"no worker of the model `{model}` became ready {within}")
 
     def _full(self, model: str) -> RequestError:
@@ -271,7 +407,9 @@ class Admission:
         if not self._is_ready(model):
             return no_ready_worker(f"no worker of the model `{model}` is ready{waiting}")
         lacks = "room for the prompt" if self._limit else "a free KV block"
-        return _no_room(f"no worker of the model `{model}` has {lacks}{waiting}")
+        return self._refusal(
+            model, "room", f"no worker of the model `{model}` has {lacks}{waiting}"
+        )
 
 
 def no_worker(fleet: Fleet, model: str) -> RequestError:
@@ -288,7 +426,9 @@ def no_worker(fleet: Fleet, model: str) -> RequestError:
     return no_ready_worker(f"no worker of the model `{model}` is ready")
 
 
-def _no_room(found: str) -> RequestError:
-    return RequestError(
-        f"{found}: retry in a moment", status=429, type="rate_limit_error", code="no_room"
-    )
+def _start_interval_s(columns: Columns) -> float:
+    """Measured seconds from one start of the workers' requests to the next; 0: unknown. A worker
+    without a measurement counts like the mean of the others."""
+    intervals = columns.start_interval_s
+    known = intervals[intervals > 0]
+    return len(known) / len(intervals) / float((1.0 / known).sum()) if len(known) else 0.0

@@ -27,8 +27,8 @@ ROWS = (
 """The integers of each worker, in this order: first those that bookings change
 (`router.member.booked_of`), then those from its reports alone."""
 
-SPEEDS = ("s_per_token", "s_per_pair")
-"""The measured prefill speed of each worker, in this order."""
+SPEEDS = ("s_per_token", "s_per_pair", "start_interval_s", "wait_s")
+"""What was measured of each worker, and its expected wait, in this order."""
 
 
 class LoadTable:
@@ -58,10 +58,19 @@ class LoadTable:
         for cells, value in zip(self._cells, row, strict=False):
             cells[slot] = value
 
-    def put_speeds(self, slot: int, speeds: tuple[float, float]) -> None:
-        """Set `SPEEDS`."""
-        for row, value in zip(self._speed_rows, speeds, strict=True):
+    def put_speeds(self, slot: int, speeds: tuple[float, float, float]) -> None:
+        """Set `SPEEDS` but the last."""
+        for row, value in zip(self._speed_rows, speeds, strict=False):
             row[slot] = value
+
+    def put_wait(self, slot: int, wait_s: float) -> None:
+        """Set the last of `SPEEDS`."""
+        self._speed_rows[-1][slot] = wait_s
+
+    def booked(self, slot: int) -> tuple[int, int, int, int]:
+        """The first four of the slot's `ROWS`."""
+        tokens, waiting, batch, pairs = self._cells[:4]
+        return tokens[slot], waiting[slot], batch[slot], pairs[slot]
 
     def add_booking(self, slot: int, tokens: int, pairs: int, blocks: int) -> None:
         """Add a request that was sent to the worker, with the work that it causes there."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Collection
+from math import inf
 
 import msgspec
 
@@ -32,6 +33,19 @@ class Placement(msgspec.Struct, frozen=True, eq=False):
 
 class NoRoom(Exception):
     """Workers are ready, but none has room."""
+
+
+class TooSlow(Exception):
+    """No worker is expected to have the first token in time.
+
+    expected_s   when the quickest would have it
+    prefill_s    of that, the prefill of the prompt itself
+    """
+
+    def __init__(self, expected_s: float, prefill_s: float) -> None:
+        super().__init__(expected_s, prefill_s)
+        self.expected_s = expected_s
+        self.prefill_s = prefill_s
 
 
 class Dispatcher:
@@ -62,13 +76,22 @@ class Dispatcher:
         self._rng = rng or random.Random()
 
     def place(
-        self, model: str, prompt: Prompt, request_id: str, excluded: Collection[str] = ()
+        self,
+        model: str,
+        prompt: Prompt,
+        request_id: str,
+        excluded: Collection[str] = (),
+        *,
+        wait_limit_s: float = inf,
+        within_s: float = inf,
     ) -> Placement | None:
         """Choose a worker and book the request there; None if no worker may serve it, or if the
         workers that the prompt was hashed for have been replaced.
 
-        The caller releases the booking. `excluded` names workers that were tried already.
+        The caller releases the booking. `excluded` names workers that were tried already. Workers
+        with a longer expected wait than `wait_limit_s` are left out unless all are such.
         Raises NoRoom if there are workers, but none has room; a retry is placed without room.
+        Raises TooSlow if none is expected to have the first token `within_s` seconds.
         """
         began = time.perf_counter()
         fleet, policy = self.fleet, self.policy
@@ -86,6 +109,10 @@ class Dispatcher:
             if not excluded:
                 raise NoRoom
             candidates = everybody  # a retry does not wait here, but at its worker
+        if wait_limit_s < inf:
+            candidates = _that_start(candidates, wait_limit_s)
+        if within_s < inf:
+            candidates = _in_time(candidates, within_s)
         decision = policy.choose(candidates, self._rng)
         if request_id in self.recent.wanted:  # before the booking changes the load that is shown
             self.recent.keep(
@@ -122,3 +149,25 @@ class Dispatcher:
             self.fleet.release(placement.booking)
         self.shadows.ended(request_id)
         self.recent.ended(request_id)
+
+
+def _that_start(candidates: Candidates, limit_s: float) -> Candidates:
+    """The candidates with an expected wait of at most `limit_s`; all if there is none."""
+    waits = candidates.columns.wait_s
+    if waits.item(waits.argmax()) <= limit_s:
+        return candidates
+    kept = waits <= limit_s
+    return candidates.only(kept) if kept.any() else candidates
+
+
+def _in_time(candidates: Candidates, within_s: float) -> Candidates:
+    """The candidates that are expected to have the first token in time. Raises TooSlow."""
+    columns, prompt, new = candidates.columns, candidates.prompt_tokens, candidates.new_tokens
+    pairs = (prompt * prompt - (prompt - new) ** 2) // 2  # `prefill_pairs`
+    prefill_s = new * columns.s_per_token + pairs * columns.s_per_pair
+    expected_s = columns.wait_s + prefill_s
+    kept = expected_s <= within_s
+    if not kept.any():
+        best = int(expected_s.argmin())
+        raise TooSlow(expected_s.item(best), prefill_s.item(best))
+    return candidates if kept.all() else candidates.only(kept)

@@ -25,6 +25,7 @@ _Body = TypeVar("_Body", bound=msgspec.Struct)
 
 CLIENT_GONE_STATUS = 499
 RETRY_AFTER_S = 1
+"""Of a refusal that does not say when to come back."""
 ARGUMENT = "{"
 """Where the argument of a path begins, as in "/v1/models/{model}"; it is the rest of the path."""
 
@@ -39,8 +40,7 @@ STOPPING = RequestError(
 )
 
 _JSON = {"Content-Type": "application/json"}
-_RETRY = {"Retry-After": str(RETRY_AFTER_S)}
-_MORE_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: _RETRY, 503: _RETRY}
+_MORE_HEADERS = {401: {"WWW-Authenticate": "Bearer"}}
 
 
 class Route(NamedTuple):
@@ -59,6 +59,8 @@ def json_response(value: object, status: int = 200) -> Response:
 def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
     """The OpenAI error object. 429 and 503 get `retry-after`, 401 gets `www-authenticate`."""
     more = _MORE_HEADERS.get(error.status, {})
+    if error.status in (429, 503):
+        more = {"Retry-After": str(error.retry_after_s or RETRY_AFTER_S)}
     return Response(error.body(), error.status, {**_JSON, **more, **(headers or {})})
 
 

@@ -37,6 +37,7 @@ class ExplainedWorker(msgspec.Struct, frozen=True, kw_only=True):
     coming_tokens  tokens of coming blocks in `hit_tokens`: requests in flight will store them
     new_tokens     tokens that it would compute
     pending_tokens, batch   its load: tokens to compute for others; requests running and waiting
+    wait_s         expected seconds until a new request would start
     cost           of the policy, the least wins; None if the worker is left out
     left_out       why it is not a candidate, or why the policy left it out; "" if it has a cost
     """
@@ -50,6 +51,7 @@ class ExplainedWorker(msgspec.Struct, frozen=True, kw_only=True):
     pending_tokens: int
     batch: int
     free_blocks: int
+    wait_s: float
     cost: float | None
     chosen: bool
     left_out: str
@@ -175,7 +177,9 @@ def explanation_of(
         expected = hits.get(member.slot, hit)
         cost, left_out = costs.get(member.slot), ""
         if cost is None:
-            left_out = _why_left_out(member, model, prompt_tokens, tried)
+            left_out = _why_left_out(
+                member, model, prompt_tokens - expected, tried, fleet.wait_of(member)
+            )
         elif not math.isfinite(cost):
             cost, left_out = None, by_policy
         rows.append(
@@ -189,6 +193,7 @@ def explanation_of(
                 pending_tokens=load.pending_prefill_tokens,
                 batch=load.batch,
                 free_blocks=load.free_blocks,
+                wait_s=fleet.wait_of(member),
                 cost=cost,
                 chosen=member.slot == chosen,
                 left_out=left_out,
@@ -249,7 +254,9 @@ def _held(
     return np.stack([published, device, cold]) * block_size
 
 
-def _why_left_out(member: Member, model: str, prompt_tokens: int, tried: Collection[str]) -> str:
+def _why_left_out(
+    member: Member, model: str, new_tokens: int, tried: Collection[str], wait_s: float
+) -> str:
     """Why a worker is not a candidate, in words."""
     card = member.card
     if card.worker in tried:
@@ -264,5 +271,7 @@ def _why_left_out(member: Member, model: str, prompt_tokens: int, tried: Collect
         return f"{member.suspect_why}; it is excluded until its next sign of life"
     if member.left_out:
         return member.left_out
-    needed = -(-prompt_tokens // card.namespace.block_size)
-    return f"it has no room: {member.load.free_blocks} blocks are free, the prompt needs {needed}"
+    needed, free = -(-new_tokens // card.namespace.block_size), member.load.free_blocks
+    if wait_s and free >= needed:
+        return f"its expected wait of {wait_s:.1f} s is too long"
+    return f"it has no room: {free} blocks are free, the prompt needs {needed}"

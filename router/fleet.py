@@ -21,8 +21,17 @@ from router.cold_index import ColdIndex
 from router.columns import ROWS, LoadTable
 from router.coming import ComingBlocks
 from router.groups import Groups
-from router.member import Booking, Member, ModelGroup, booked_of, idle_load, member_of, row_of
-from router.policies import Candidates
+from router.member import (
+    Booking,
+    Member,
+    ModelGroup,
+    booked_of,
+    idle_load,
+    member_of,
+    row_of,
+    wait_s,
+)
+from router.policies import Candidates, Columns
 from router.prefix_index import MAX_PAIRS, PrefixIndex
 from router.signals import Signal
 from router.trust import SUSPECT_S, Trust
@@ -55,11 +64,11 @@ class Fleet:
         self.index = PrefixIndex(max_pairs)
         self.cold = ColdIndex(max_pairs)
         self.coming = ComingBlocks(claim_life_s)
+        self.clock = clock
         self.requests_total = 0
         self.changed = Signal()
         self.room = Signal()
         self.last_report_at: float | None = None
-        self._clock = clock
         self._members: dict[str, Member] = {}
         self._by_slot: list[Member | None] = []
         self._table = LoadTable()
@@ -84,7 +93,7 @@ class Fleet:
         elif card.epoch > member.card.epoch:
             self._begin_epoch(member, card)
         member.card = card
-        member.heard_at = self._clock()
+        member.heard_at = self.clock()
         self._set_state(member, card.state)
         self._refresh(member)
         if before not in ("", card.model):
@@ -117,7 +126,7 @@ class Fleet:
         member = self._members.get(report.worker)
         if member is None or member.card.epoch != report.epoch:
             return True
-        self.last_report_at = member.heard_at = self._clock()
+        self.last_report_at = member.heard_at = self.clock()
         if report.evicted:
             self.index.evict(member.slot, split_hashes(report.evicted))
         if report.stored:
@@ -125,8 +134,8 @@ class Fleet:
         for request_id in report.received:
             member.unnamed.pop(request_id, None)
         member.load = report.load
-        self._refresh(member)
         self._refresh_speeds(member)
+        self._refresh(member)
         if report.state != member.state or member.suspect_until:
             self.trust.reported(member)
             self._set_state(member, report.state)
@@ -228,7 +237,7 @@ class Fleet:
             hit_tokens=hits,
             best_hit_tokens=int(hits.max()) if cold else most * block_size,
             columns=columns,
-            stay_s=traffic.stay_s(self._clock()),
+            stay_s=traffic.stay_s(self.clock()),
             in_flight=traffic.in_flight,
             sharing=self.coming.sharing(chain, most),
         )
@@ -264,7 +273,7 @@ class Fleet:
         """Book a request at a worker, and claim its blocks as coming there, until `release`."""
         member = self.at(slot)
         self._serial += 1
-        now, card = self._clock(), member.card
+        now, card = self.clock(), member.card
         traffic = self.groups.by_model[card.model].traffic
         new_tokens = prompt_tokens - hit_tokens if hit_tokens < prompt_tokens else 1
         booking = Booking(
@@ -284,6 +293,7 @@ class Fleet:
         else:  # another request with the same id: the later one counts
             member.unnamed[request_id] = booking
             self._table.put(slot, booked_of(member))
+        self._refresh_wait(member)
         self.trust.booked(booking)
         member.routed += 1
         self.requests_total += 1
@@ -300,6 +310,7 @@ class Fleet:
             del member.unnamed[booking.request_id]
             if member.slot >= 0:
                 self._table.put(member.slot, booked_of(member))
+                self._refresh_wait(member)
         self.trust.released(booking)
         self.room.send()
 
@@ -325,6 +336,33 @@ class Fleet:
             pending_prefill_pairs=row["pending_pairs"],
         )
 
+    def columns_of(self, group: ModelGroup) -> Columns:
+        """The load of the workers that may serve, at least one."""
+        return group.columns or self._table.columns(group.slots, None)
+
+    def least_wait_s(self, group: ModelGroup, priority: int) -> float:
+        """The shortest expected wait of a request at any of the group's workers."""
+        waits = self.columns_of(group).wait_s
+        least = waits.item(waits.argmin())
+        if least:
+            members = [self.at(slot) for slot in group.slots.tolist()]
+            if priority or any(member.load.waiting_by_priority for member in members):
+                return min(self._urgent_wait_s(member, priority) for member in members)
+        return least
+
+    def _urgent_wait_s(self, member: Member, priority: int) -> float:
+        """The expected wait of a request that overtakes those of higher numbers."""
+        load, wait_s = member.load, self.wait_of(member)
+        queued = load.waiting_by_priority or ((0, load.waiting),)
+        ahead = sum(number for each, number in queued if each <= priority)
+        if ahead == load.waiting:
+            return wait_s
+        return min(wait_s, (ahead + len(member.unnamed)) * load.start_interval_s)
+
+    def wait_of(self, member: Member) -> float:
+        """Expected seconds until a new request would start there."""
+        return wait_s(member, *self._table.booked(member.slot))
+
     def refused(self) -> dict[str, str]:
         """Workers that do not match the others of their model, with the reason."""
         return {name: member.refused for name, member in self._members.items() if member.refused}
@@ -341,7 +379,7 @@ class Fleet:
             if row != wanted:
                 raise FleetCheckError(f"{name}: row {row}, but report and bookings {wanted}")
             speeds, load = self._table.speeds[:, member.slot].tolist(), member.load
-            if speeds != [load.prefill_s_per_token, load.prefill_s_per_pair]:
+            if speeds != [*_speeds(load), wait_s(member, *wanted[:4])]:
                 raise FleetCheckError(f"{name}: speeds {speeds}, but its report says {load}")
             for booking in member.unnamed.values():
                 if self._bookings.get(booking.serial) is not booking:
@@ -392,16 +430,19 @@ class Fleet:
         member.ready_serial = self._serial if state == "ready" else 0
 
     def _expire(self) -> None:
-        self.coming.expire(self._clock())
+        self.coming.expire(self.clock())
         self.trust.expire()
 
     def _refresh(self, member: Member) -> None:
         if member.slot >= 0:
             self._table.put(member.slot, row_of(member))
+            self._refresh_wait(member)
 
     def _refresh_speeds(self, member: Member) -> None:
-        load = member.load
-        self._table.put_speeds(member.slot, (load.prefill_s_per_token, load.prefill_s_per_pair))
+        self._table.put_speeds(member.slot, _speeds(member.load))
+
+    def _refresh_wait(self, member: Member) -> None:
+        self._table.put_wait(member.slot, wait_s(member, *self._table.booked(member.slot)))
 
     def _of(self, model: str) -> list[Member]:
         return [member for member in self._members.values() if member.card.model == model]
@@ -410,3 +451,7 @@ class Fleet:
         members = self._of(model)
         self.trust.refresh(members)
         self.groups.put(model, members)
+
+
+def _speeds(load: Load) -> tuple[float, float, float]:
+    return load.prefill_s_per_token, load.prefill_s_per_pair, load.start_interval_s

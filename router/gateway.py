@@ -33,6 +33,7 @@ from router.liveness import HealthProbe
 from router.metrics import (
     ENCODER_INFO,
     OPEN_CONNECTIONS,
+    OVERLOAD_REFUSALS,
     QUEUED_REQUESTS,
     Metrics,
     encoder_samples,
@@ -171,7 +172,10 @@ class Gateway:
             asyncio.get_running_loop(),
             settings.queue,
             settings.queue_timeout_s,
+            settings.max_wait_s,
         )
+        refused = self.admission.refused
+        self.metrics.expose(OVERLOAD_REFUSALS, lambda: {(why,): n for why, n in refused.items()})
         self.metrics.expose(QUEUED_REQUESTS, lambda: self.admission.waiting)
         self._cleanup.callback(self.admission.close)
         self._serving = Serving(

@@ -144,6 +144,19 @@ def booked_of(member: Member) -> tuple[int, int, int, int, int]:
     )
 
 
+def wait_s(member: Member, tokens: int, waiting: int, batch: int, pairs: int) -> float:
+    """Expected seconds until a new request would start at the worker, given the first four of
+    `booked_of`; 0: at once, or nothing was measured yet.
+
+    It waits for the prefill of all before it, and for the start of those that wait for a place in
+    the batch or for KV blocks. Requests on their way to the worker take the places that are free.
+    """
+    load = member.load
+    behind = waiting if load.waiting else max(0, batch - member.card.max_batch_size)
+    prefill_s = tokens * load.prefill_s_per_token + pairs * load.prefill_s_per_pair
+    return max(prefill_s, behind * load.start_interval_s)
+
+
 def context_tokens(card: WorkerCard) -> int:
     """Longest prompt + output that the worker can hold, bounded by its model and its KV pool."""
     return min(card.context_tokens, card.capacity_blocks * card.namespace.block_size)

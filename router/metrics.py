@@ -38,6 +38,13 @@ QUEUED_REQUESTS = _requests.gauge(
     "stemroute_gateway_queued_requests",
     "Requests in the admission queue: they wait for a worker that is ready and has room",
 )
+OVERLOAD_REFUSALS = _requests.counter(
+    "stemroute_gateway_overload_refusals_total",
+    "Requests refused with status 429, by reason. wait: the expected wait is too long "
+    "(gateway.max_wait_s). room: no worker has room, and the admission queue is full or its time "
+    "is up. deadline: the first token cannot be expected before the request's deadline",
+    "reason",
+)
 IN_FLIGHT_REQUESTS = _requests.gauge(
     "stemroute_gateway_in_flight_requests",
     "Requests that have been assigned to a worker and have not ended",
@@ -134,6 +141,11 @@ WORKER_PENDING_PREFILL_TOKENS = _workers.gauge(
     "stemroute_gateway_worker_pending_prefill_tokens",
     "Prompt tokens that the worker has not computed yet, cached ones excluded: those in its last "
     "report, and those of requests that this gateway has sent since",
+    "worker",
+)
+WORKER_WAIT = _workers.gauge(
+    "stemroute_gateway_worker_wait_seconds",
+    "Expected time until a new request would start at the worker; 0 if nothing waits there",
     "worker",
 )
 WORKER_BATCH_REQUESTS = _workers.gauge(
@@ -303,6 +315,7 @@ class Metrics:
             {worker: load.pending_prefill_tokens for worker, load in loads.items()}
         )
         yield WORKER_BATCH_REQUESTS.family({worker: load.batch for worker, load in loads.items()})
+        yield WORKER_WAIT.family({w: fleet.wait_of(member) for w, member in members.items()})
         yield WORKER_REPORT_AGE.family({(w,): age for w, age in status.report_ages_s.items()})
         yield WORKER_INDEXED_BLOCKS.family(
             {worker: fleet.index.count(member.slot) for worker, member in members.items()}

@@ -19,6 +19,7 @@ from router.unserved import refuse_unserved
 MAX_STOP_STRINGS = 16
 MAX_SALT_CHARACTERS = 256
 MAX_TYPE_CHARACTERS = 64
+MAX_PRIORITY = 1_000_000
 DEFAULT_MAX_MESSAGES = GatewaySettings().max_messages
 
 Kind = Literal["chat", "completion"]
@@ -66,6 +67,7 @@ class CommonBody(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     request_type: str | None = None
+    priority: int | None = None
     user: str | None = None
 
 
@@ -102,6 +104,7 @@ class ApiRequest(NamedTuple):
     template_fields  further variables for the chat template
     max_tokens       None if the request sets no limit
     request_type     the client's name for the kind of work: a hint for the workers' caches
+    priority         lower ones start first
     body_bytes       size of the parsed body, a measure of the work that remains
     ignored_fields   names of fields of the body that are neither supported nor refused
     """
@@ -120,6 +123,7 @@ class ApiRequest(NamedTuple):
     continuous_usage: bool = False
     cache_salt: str = ""
     request_type: str = ""
+    priority: int = 0
     body_bytes: int = 0
     ignored_fields: tuple[str, ...] = ()
 
@@ -296,6 +300,12 @@ def _common(body: CommonBody, kind: Kind, max_tokens: int | None) -> ApiRequest:
             f"{MAX_TYPE_CHARACTERS}",
             param="request_type",
         )
+    priority = body.priority or 0
+    if abs(priority) > MAX_PRIORITY:
+        raise RequestError(
+            f"`priority` is {priority}: it must be between -{MAX_PRIORITY} and {MAX_PRIORITY}",
+            param="priority",
+        )
     stream = bool(body.stream)
     options = body.stream_options
     if options is not None and not stream:
@@ -321,6 +331,7 @@ def _common(body: CommonBody, kind: Kind, max_tokens: int | None) -> ApiRequest:
         continuous_usage=bool(options and options.continuous_usage_stats),
         cache_salt=salt,
         request_type=kind_of_work,
+        priority=priority,
     )
 
 

@@ -9,12 +9,14 @@ import secrets
 import time
 from collections.abc import Callable
 from functools import partial
+from math import inf
 
 import msgspec
 
 from cluster.protocol import (
     HEADER_EXPLAIN,
     HEADER_IGNORED_FIELDS,
+    HEADER_TIMEOUT,
     GenerateRequest,
     RequestError,
 )
@@ -34,6 +36,8 @@ from router.openai_api import ApiRequest
 from router.tokenization import Prompt, Tokenization, context_too_short
 
 log = logging.getLogger(__name__)
+
+MAX_TIMEOUT_DIGITS = 10
 
 
 class Serving:
@@ -64,8 +68,28 @@ class Serving:
         A failed attempt is followed by one at another worker, which goes on where it ended. What
         cannot go on ends with an error event if the client has received a part of it.
         Raises RequestError and ClientGone. If the client disconnects, the server cancels this call,
-        which removes the request from the queue or cancels it at its worker.
+        which removes the request from the queue or cancels it at its worker. The end of the time
+        that the client allows does the same.
         """
+        timeout_s = _timeout_s(client, arrived)
+        if timeout_s is None:
+            return await self._serve(client, asked, arrived, inf)
+        try:
+            async with asyncio.timeout(timeout_s):
+                deadline = self._fleet.clock() + timeout_s
+                return await self._serve(client, asked, arrived, deadline)
+        except TimeoutError:
+            raise RequestError(
+                f"the response was not complete within the time of {HEADER_TIMEOUT}: allow more, "
+                "or ask for fewer tokens",
+                status=504,
+                type="server_error",
+                code="deadline_exceeded",
+            ) from None
+
+    async def _serve(
+        self, client: Request, asked: ApiRequest, arrived: float, deadline: float
+    ) -> Response | None:
         model, request_id = asked.model, secrets.token_hex(16)
         if asked.ignored_fields:
             client.response_headers[HEADER_IGNORED_FIELDS] = ", ".join(asked.ignored_fields)
@@ -75,7 +99,7 @@ class Serving:
         prompt: Prompt | None = None
         delivery, blame = Delivery(client), Blame(self._fleet, self._forwarder)
         tried: list[str] = []
-        with self._admission.ticket(model, request_id) as ticket:
+        with self._admission.ticket(model, request_id, asked.priority, deadline) as ticket:
             while self._may_try(delivery, len(tried) - blame.excused):
                 # find the workers that may serve
                 group = self._fleet.group(model)
@@ -88,6 +112,8 @@ class Serving:
                 if prompt is None or prompt.namespace != group.reference.namespace:
                     if delivery.begun:
                         break  # other weights cannot go on
+                    if not tried:
+                        ticket.check_wait()  # before any work is done
                     prompt = await self._tokenise(asked, group)
                     delivery.generate = self._to_worker(
                         asked, request_id, prompt, group.context_tokens
@@ -177,6 +203,7 @@ class Serving:
             cache_salt=asked.cache_salt,
             request_type=asked.request_type,
             turn=asked.turn,
+            priority=asked.priority,
             created=int(time.time()),
             progress=True,
         )
@@ -198,6 +225,17 @@ class Serving:
             best_hit=placement.candidates.best_hit_tokens,
         )
         self._dispatcher.shadows.began(request_id)
+
+
+def _timeout_s(client: Request, arrived: float) -> float | None:
+    """Seconds that are left for the response; None: the client does not say. Raises RequestError
+    (400)."""
+    text = client.headers.get(HEADER_TIMEOUT)
+    if text is None:
+        return None
+    if not text.isdecimal() or not 0 < len(text) <= MAX_TIMEOUT_DIGITS or not int(text):
+        raise RequestError(f"{HEADER_TIMEOUT} must be a number of milliseconds, at least 1")
+    return int(text) / 1000 - (time.perf_counter() - arrived)
 
 
 async def _told(ask: Callable[[Tell], None]) -> Placement | None:

@@ -127,7 +127,7 @@ UNSERVED: dict[str, Unserved] = {
 NO_EFFECT = frozenset(
     {
         *("metadata", "store", "service_tier", "safety_identifier", "prediction", "user"),
-        *("prompt_cache_key", "prompt_cache_retention", "request_id", "rid", "priority"),
+        *("prompt_cache_key", "prompt_cache_retention", "request_id", "rid"),
         *("parallel_tool_calls", "return_cached_tokens_details", "stream_reasoning"),
         *("enable_response_messages", "return_prompt_token_ids", "cache_report"),
     }

@@ -245,6 +245,7 @@ class EngineCore:
             free_blocks=self._pool.free_blocks,
             cached_blocks=len(self._cache),
             pending_prefill_pairs=self._scheduler.pending.pairs,
+            waiting_by_priority=self._scheduler.waiting_by_priority,
             start_interval_s=self._scheduler.start_rate.interval_s,
         )
 

@@ -39,6 +39,10 @@ PREFILL_SECONDS_PER_PAIR = _load.gauge(
     "stemroute_worker_prefill_seconds_per_pair",
     "Measured time of a query-key pair in the attention of a prefill; 0: not measured yet",
 )
+START_INTERVAL = _load.gauge(
+    "stemroute_worker_start_interval_seconds",
+    "Measured time from one start of a waiting request to the next; 0: none has had to wait yet",
+)
 
 _engine = Section("Engine", PREFIX)
 STEPS = _engine.counter("stemroute_worker_steps_total", "Steps that the engine has run")
@@ -206,6 +210,7 @@ def load_metrics(load: Load) -> Iterator[Metric]:
     yield WAITING_REQUESTS.family(load.waiting)
     yield PREFILL_SECONDS_PER_TOKEN.family(load.prefill_s_per_token)
     yield PREFILL_SECONDS_PER_PAIR.family(load.prefill_s_per_pair)
+    yield START_INTERVAL.family(load.start_interval_s)
     yield FREE_BLOCKS.family(load.free_blocks)
     yield CACHED_BLOCKS.family(load.cached_blocks)
 

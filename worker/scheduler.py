@@ -61,6 +61,12 @@ class Scheduler:
         self.reused_tokens = self.resumed_tokens = self.computed_prompt_tokens = 0
         self.preemptions = self.held_requests = 0
 
+    @property
+    def waiting_by_priority(self) -> tuple[tuple[int, int], ...]:
+        """As `Load` has it."""
+        counts = self.waiting.by_priority()
+        return () if all(priority == 0 for priority, _ in counts) else tuple(counts)
+
     def add(self, sequence: Sequence) -> None:
         """Append a new sequence to the waiting queue."""
         self._extend_hashes(sequence)

@@ -37,6 +37,9 @@ class Columns(msgspec.Struct, frozen=True, eq=False):
     worker_keys      a number per worker, the same at every gateway
     s_per_token      measured seconds to prefill a token; 0: not measured yet
     s_per_pair       additional seconds per query-key pair of its attention
+    start_interval_s measured seconds from one start of a waiting request to the next; 0: none has
+                     had to wait yet
+    wait_s           expected seconds until a new request would start (`router.member.wait_s`)
     """
 
     slots: IntArray
@@ -51,6 +54,8 @@ class Columns(msgspec.Struct, frozen=True, eq=False):
     worker_keys: IntArray
     s_per_token: FloatArray
     s_per_pair: FloatArray
+    start_interval_s: FloatArray
+    wait_s: FloatArray
 
 
 class Candidates(msgspec.Struct, frozen=True, eq=False):

@@ -27,9 +27,9 @@ def candidates(
 
     slots = column(slots if slots is not None else range(n))
     hits, free = column(hit), column(free if free is not None else [capacity] * n)
-    s_per_token, s_per_pair = (
+    s_per_token, s_per_pair, start_interval_s, wait_s = (
         np.array(more.pop(name, [0] * n), dtype=np.float64)
-        for name in ("s_per_token", "s_per_pair")
+        for name in ("s_per_token", "s_per_pair", "start_interval_s", "wait_s")
     )
     columns = Columns(
         slots=slots,
@@ -44,6 +44,8 @@ def candidates(
         worker_keys=column(more.pop("worker_keys", slots)),
         s_per_token=s_per_token,
         s_per_pair=s_per_pair,
+        start_interval_s=start_interval_s,
+        wait_s=wait_s,
     )
     return Candidates(
         prompt_tokens=prompt,
