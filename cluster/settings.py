@@ -71,7 +71,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                          to `GET /health`) for this many seconds gets no requests until the next
                          one, and those under way there fail
     default_max_tokens   max_tokens of requests that set none (bounded by the context)
-    max_wait_s           longest expected wait of a request before it starts; beyond it, requests are
+    max_wait_s           longest expected wait of a request before it starts; beyond it, it is
                          refused with 429. If requests usually wait less, the limit is lower. 0: no
                          limit
     queue                size of the admission queue, in which requests wait until a worker is

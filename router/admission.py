@@ -11,9 +11,9 @@ A request keeps one position in the queue from its arrival on:
             ▲                                                       │
             └────── the workers that it was hashed for are gone ────┘
 
-Requests of a model leave in order of priority, lower first, then of arrival, after an event that may have made room: a report, the
-end of a request, a worker that became ready. A request that is being tokenised blocks those behind
-it.
+Requests of a model leave in order of priority, lower first, then of arrival, after an event that
+may have made room: a report, the end of a request, a worker that became ready. A request that is
+being tokenised blocks those behind it.
 
 Nothing here waits or reads a clock: the gateway passes its event loop as the scheduler, a
 simulation passes its virtual clock.
@@ -299,8 +299,9 @@ class Admission:
         """Status 429, with a time to come back; `over_s` is how much too long the wait is."""
         self.refused[reason] += 1
         group = self._fleet.group(model)
-        serves = group is not None and group.mask
-        interval_s = _start_interval_s(self._fleet.columns_of(group)) if serves else 0.0
+        interval_s = 0.0
+        if group is not None and group.mask:
+            interval_s = _start_interval_s(self._fleet.columns_of(group))
         after_s = self._limit_of(model).refuse(self._fleet.clock(), over_s, interval_s)
         return RequestError(
             f"{found}: retry in {after_s} s",

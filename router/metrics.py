@@ -39,7 +39,7 @@ QUEUED_REQUESTS = _requests.gauge(
     "Requests in the admission queue: they wait for a worker that is ready and has room",
 )
 OVERLOAD_REFUSALS = _requests.counter(
-    "stemroute_gateway_overload_refusals_total",
+    "stemroute_gateway_overload_refused_requests_total",
     "Requests refused with status 429, by reason. wait: the expected wait is too long "
     "(gateway.max_wait_s). room: no worker has room, and the admission queue is full or its time "
     "is up. deadline: the first token cannot be expected before the request's deadline",

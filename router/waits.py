@@ -100,8 +100,8 @@ class WaitLimit:
         self._usual.note(now, wait_s)
 
     def refuse(self, now: float, over_s: float, interval_s: float) -> int:
-        """A request is refused, of a wait that is `over_s` too long. Returns the whole seconds after
-        which it may come back.
+        """A request is refused because its wait is `over_s` too long. Returns the whole seconds
+        after which it may come back.
 
         Refused requests get turns at the rate at which requests start, so that they do not all come
         back at the same time.
