@@ -246,7 +246,7 @@ class EngineCore:
             cached_blocks=len(self._cache),
             pending_prefill_pairs=self._scheduler.pending.pairs,
             waiting_by_priority=self._scheduler.waiting_by_priority,
-            start_interval_s=self._scheduler.start_rate.interval_s,
+            start_interval_s=self._scheduler.start_rate.interval_s(self._cache.now),
         )
 
     def take_changes(self) -> Changes:

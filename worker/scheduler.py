@@ -236,8 +236,12 @@ class Scheduler:
             budget -= count
         for sequence in admitted:
             del self.waiting[sequence.request_id]
-        started = sum(not sequence.output_tokens for sequence in admitted)  # else it resumes
-        self.start_rate.observe(self._cache.now, started, blocked)
+        self.start_rate.observe(
+            self._cache.now,
+            sum(not sequence.output_tokens for sequence in admitted),  # the others resume
+            waiting=blocked,
+            idle=len(self.running) == len(admitted),
+        )
 
     def _admits_none(self) -> bool:
         """Whether `_admit` admits none, after decodes only and with no prefix in flight."""

@@ -343,9 +343,10 @@ class Rig:
             self.fleet.check()
             assert self.fleet.in_flight == 0
 
-    async def complete(self, prompt="some prompt", **fields):
+    async def complete(self, prompt="some prompt", *, headers=None, **fields):
         """Post a completion; returns status, headers and the parsed body."""
-        return await self.post("/v1/completions", {"model": "tiny", "prompt": prompt, **fields})
+        body = {"model": "tiny", "prompt": prompt, **fields}
+        return await self.post("/v1/completions", body, headers=headers)
 
     async def post(self, path: str, body, **options):
         data = body if isinstance(body, bytes) else json.dumps(body).encode()

@@ -61,14 +61,14 @@ async def test_a_worker_out_of_reach_is_waited_for_too():
 
 async def test_a_worker_that_is_tried_again_without_a_report_ends_the_wait():
     async with Rig(queue=5) as rig:
-        now = rig.fleet._clock()
-        rig.fleet._clock = lambda: now
+        now = rig.fleet.clock()
+        rig.fleet.clock = lambda: now
         rig.fleet.trust._suspects._for_s = 0.01
         rig.fleet.trust.suspect("w0", "it refused a connection")
         asked = asyncio.create_task(rig.complete(PROMPT))
         while rig.gateway.admission._looking_later is None:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        rig.fleet._clock = lambda: now + 0.01
+        rig.fleet.clock = lambda: now + 0.01
         assert (await asked)[0] == 200
 
 
@@ -86,9 +86,9 @@ async def test_they_are_placed_in_order_of_arrival_and_nobody_overtakes(monkeypa
             names[prompt.token_ids] = asked.text[0]
             return prompt
 
-        def noted(model, prompt, request_id, excluded=()):
+        def noted(model, prompt, request_id, excluded=(), **bounds):
             placed.append(names[prompt.token_ids])
-            return place(model, prompt, request_id, excluded)
+            return place(model, prompt, request_id, excluded, **bounds)
 
         monkeypatch.setattr(rig.gateway._tokenization, "prompt", tokenised)
         monkeypatch.setattr(rig.gateway.dispatcher, "place", noted)

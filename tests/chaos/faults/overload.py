@@ -100,6 +100,8 @@ def _compare(result: Result, outcomes: list[Outcome], usual_s: float) -> None:
     if refused:
         slowest = max(outcome.elapsed_s for outcome in refused)
         result.notes.append(f"refusals came within {slowest:.2f} s")
+        result.notes.append(f"first refusal: {refused[0].error}")
+        result.notes.append(f"last refusal: {refused[-1].error}")
         result.expect(slowest <= REFUSAL_S, f"a refusal came after {slowest:.1f} s")
         silent = sum(not outcome.retry_after.isdecimal() for outcome in refused)
         result.expect(not silent, f"{silent} refusals without Retry-After in seconds")
