@@ -55,6 +55,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     api_key              bearer token that clients must send; "": none required
     admin_key            bearer token for /admin; "": only clients on this machine are admitted
     max_body_bytes       largest request body; larger ones are refused with 413
+    max_held_body_bytes  most bytes of the bodies of all requests that are not answered yet; beyond
+                         it, requests are refused with 503
     max_messages         most messages in a chat; more are refused with 400
     max_connections      most client connections; when it is reached, a connection that has been
                          idle for 5 s is closed for a new one, otherwise the new one gets 503
@@ -93,6 +95,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     api_key: str = ""
     admin_key: str = ""
     max_body_bytes: int = 8 * 1024 * 1024
+    max_held_body_bytes: Annotated[int, msgspec.Meta(ge=1)] = 256 * 1024 * 1024
     max_messages: Annotated[int, msgspec.Meta(ge=1)] = 10_000
     max_connections: Annotated[int, msgspec.Meta(ge=1)] = 10_000
     write_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 60.0

@@ -23,6 +23,7 @@ from cluster.protocol import (
     HEADER_PREDICTED_HIT_TOKENS,
     HEADER_PROMPT_TOKENS,
     HEADER_REQUEST_ID,
+    HEADER_TIMEOUT,
     HEADER_WORKER,
     SERVICE_UNAVAILABLE,
 )
@@ -30,6 +31,7 @@ from cluster.settings import GatewaySettings
 from router.edge import RETRY_AFTER_S
 from router.openai_api import (
     DEFAULT_MAX_MESSAGES,
+    MAX_PRIORITY,
     MAX_SALT_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_TYPE_CHARACTERS,
@@ -122,6 +124,8 @@ SERVED = {
     "ignore_eos": "generate up to the limit, for load tests",
     "cache_salt": f"at most {MAX_SALT_CHARACTERS} characters. Names the tenant: requests with "
     "different salts share no cached blocks",
+    "priority": f"from -{MAX_PRIORITY:,} to {MAX_PRIORITY:,}, 0 if it is not set. Requests with "
+    "lower numbers start first",
     "request_type": f"at most {MAX_TYPE_CHARACTERS} characters. Names the kind of work, as a hint "
     "for the caches of workers",
 }
@@ -169,6 +173,12 @@ ERRORS = [
         _INVALID,
         "the prompt leaves no room in the context for an answer",
     ),
+    ErrorCode(
+        "deadline_too_short",
+        "400",
+        _INVALID,
+        f"the prefill alone takes longer than `{HEADER_TIMEOUT}` allows",
+    ),
     ErrorCode("tools_not_supported", "400", _INVALID, "the chat template does not use `tools`"),
     ErrorCode("no_chat_template", "400", _INVALID, "a chat with a model that has no chat template"),
     ErrorCode("unknown_policy", "400", _INVALID, "there is no such policy or parameter"),
@@ -203,6 +213,18 @@ ERRORS = [
         _RATE,
         "no worker has room, and the admission queue is full or its time is up",
     ),
+    ErrorCode(
+        "overloaded",
+        "429",
+        _RATE,
+        "the request would wait too long before it starts (`gateway.max_wait_s`)",
+    ),
+    ErrorCode(
+        "deadline_unreachable",
+        "429",
+        _RATE,
+        f"the first token is not expected within the time of `{HEADER_TIMEOUT}`",
+    ),
     ErrorCode("queue_full", "429", _RATE, "too many requests wait at each worker that was tried"),
     ErrorCode("internal_error", "500", _SERVER, "the gateway failed; its log says why"),
     ErrorCode("worker_failed", "5xx", _SERVER, "the worker failed without an error body"),
@@ -232,6 +254,12 @@ ERRORS = [
         "too_many_connections", "503", SERVICE_UNAVAILABLE, "`gateway.max_connections` are open"
     ),
     ErrorCode(
+        "too_many_bytes",
+        "503",
+        SERVICE_UNAVAILABLE,
+        "the bodies of requests under way fill `gateway.max_held_body_bytes`",
+    ),
+    ErrorCode(
         "gateway_stopping",
         "503",
         SERVICE_UNAVAILABLE,
@@ -244,6 +272,12 @@ ERRORS = [
         "504",
         _SERVER,
         "no answer began within `gateway.first_byte_timeout_s`",
+    ),
+    ErrorCode(
+        "deadline_exceeded",
+        "504",
+        _SERVER,
+        f"the response was not complete within the time of `{HEADER_TIMEOUT}`",
     ),
     ErrorCode("flush_timeout", "504", _SERVER, "not every worker reported its new epoch in time"),
     ErrorCode(
@@ -310,6 +344,9 @@ _ADMISSION = f"""`HEAD` is answered like `GET`, without a body.
   page of another origin. A proxy that sends none of these headers cannot be recognised: set a key.
 - A body may have {GatewaySettings().max_body_bytes:,} bytes (`gateway.max_body_bytes`). It must not
   be compressed.
+- `{HEADER_TIMEOUT}: N` on a request is the time for its whole response, in milliseconds. A request
+  whose first token cannot be expected by then is refused at once. One that has not ended by then
+  ends with status 504, or its stream with an error event.
 - `{HEADER_EXPLAIN}: 1` on a request makes the gateway keep its routing decision
   ([explaining.md](explaining.md)).
 """
@@ -340,8 +377,9 @@ _ERRORS = f"""## Errors
 The body is `{{"error": {{"message": …, "type": …, "param": …, "code": …}}}}`. The message says what
 to do; `param` names the field at fault or is `null`. A field of the wrong type or out of its bounds
 is answered 400 `invalid_request_error` with `code` `null`. Answers with 429 and 503 have
-`Retry-After: {RETRY_AFTER_S}`. An error of a worker is passed on with the worker's own code: at
-once for 400, 413 and 422, otherwise after `gateway.attempts` workers were tried.
+`Retry-After` in seconds: {RETRY_AFTER_S}, or more if the gateway knows when there will be room. An
+error of a worker is passed on with the worker's own code: at once for 400, 413 and 422, otherwise
+after `gateway.attempts` workers were tried.
 """
 
 

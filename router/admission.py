@@ -36,9 +36,6 @@ from router.policies import Columns
 from router.tokenization import Prompt
 from router.waits import WaitLimit
 
-CODES = {"wait": "overloaded", "room": "no_room", "deadline": "deadline_unreachable"}
-"""Reasons of refusals with 429, and their error codes."""
-
 Told = Placement | RequestError | None
 """How a wait ends: placed, refused, or None: check again which workers are ready, and hash the
 prompt for them."""
@@ -179,7 +176,7 @@ class Admission:
     ) -> None:
         self.waiting = 0
         self.refused = Counter[str]()
-        """Refusals with 429: reason -> requests."""
+        """Refusals with 429: error code -> requests."""
         self._dispatcher = dispatcher
         self._fleet = dispatcher.fleet
         self._scheduler = scheduler
@@ -274,7 +271,7 @@ class Admission:
         if expected_s > allowed_s:
             raise self._refusal(
                 ticket.model,
-                "wait",
+                "overloaded",
                 f"more is asked of the model `{ticket.model}` than its workers can serve: a request"
                 f" would wait about {expected_s:.1f} s before it starts, {allowed_s:.1f} s are "
                 "accepted",
@@ -288,16 +285,16 @@ class Admission:
             f"{max(0.0, within_s):.2f} s are left"
         )
         if slow.prefill_s <= within_s:
-            return self._refusal(model, "deadline", says, slow.expected_s - within_s)
+            return self._refusal(model, "deadline_unreachable", says, slow.expected_s - within_s)
         return RequestError(
             f"{says}; the prompt alone takes {slow.prefill_s:.2f} s: allow more time "
             f"({HEADER_TIMEOUT}), or send a shorter prompt",
             code="deadline_too_short",
         )
 
-    def _refusal(self, model: str, reason: str, found: str, over_s: float = 0.0) -> RequestError:
+    def _refusal(self, model: str, code: str, found: str, over_s: float = 0.0) -> RequestError:
         """Status 429, with a time to come back; `over_s` is how much too long the wait is."""
-        self.refused[reason] += 1
+        self.refused[code] += 1
         group = self._fleet.group(model)
         interval_s = 0.0
         if group is not None and group.mask:
@@ -307,7 +304,7 @@ class Admission:
             f"{found}: retry in {after_s} s",
             status=429,
             type="rate_limit_error",
-            code=CODES[reason],
+            code=code,
             retry_after_s=after_s,
         )
 
@@ -400,7 +397,7 @@ class Admission:
         within = f"within {self._timeout_s:g} s"
         if self._is_ready(model):
             found = f"no worker of the model `{model}` had room for the prompt {within}"
-            return self._refusal(model, "room", found)
+            return self._refusal(model, "no_room", found)
         return no_ready_worker(f"no worker of the model `{model}` became ready {within}")
 
     def _full(self, model: str) -> RequestError:
@@ -409,7 +406,7 @@ class Admission:
             return no_ready_worker(f"no worker of the model `{model}` is ready{waiting}")
         lacks = "room for the prompt" if self._limit else "a free KV block"
         return self._refusal(
-            model, "room", f"no worker of the model `{model}` has {lacks}{waiting}"
+            model, "no_room", f"no worker of the model `{model}` has {lacks}{waiting}"
         )
 
 

@@ -106,6 +106,7 @@ class Edge:
             malformed=malformed,
             too_large=body_too_large(settings.max_body_bytes),
             max_body_bytes=settings.max_body_bytes,
+            too_much=too_many_bytes(settings.max_held_body_bytes),
             full=too_many_connections(settings.max_connections),
         )
 
@@ -221,6 +222,17 @@ def body_too_large(limit_bytes: int) -> RequestError:
         f"the body exceeds the limit of {limit_bytes} bytes: send a shorter one",
         status=413,
         code="body_too_large",
+    )
+
+
+def too_many_bytes(limit_bytes: int) -> RequestError:
+    """503, with the limit."""
+    return RequestError(
+        f"the requests under way fill this gateway's limit of {limit_bytes} bytes of bodies: retry "
+        "in a moment",
+        status=503,
+        type=SERVICE_UNAVAILABLE,
+        code="too_many_bytes",
     )
 
 

@@ -175,7 +175,7 @@ class Gateway:
             settings.max_wait_s,
         )
         refused = self.admission.refused
-        self.metrics.expose(OVERLOAD_REFUSALS, lambda: {(why,): n for why, n in refused.items()})
+        self.metrics.expose(OVERLOAD_REFUSALS, lambda: {(code,): n for code, n in refused.items()})
         self.metrics.expose(QUEUED_REQUESTS, lambda: self.admission.waiting)
         self._cleanup.callback(self.admission.close)
         self._serving = Serving(
@@ -333,6 +333,7 @@ def _server(edge: Edge, settings: GatewaySettings, counts: ConnectionCounts) -> 
         edge.service(),
         max_connections=settings.max_connections,
         write_timeout_s=settings.write_timeout_s,
+        max_held_bytes=settings.max_held_body_bytes,
         counts=counts,
     )
 

@@ -46,6 +46,7 @@ class Service(NamedTuple):
     answer           responds to a complete request. Must not raise except when cancelled
     malformed        makes the refusal of a request that cannot be parsed, of a reason and a status
     too_large        the refusal of a body over max_body_bytes
+    too_much         the refusal of a body that the owner does not hold
     full             the response to a connection that the owner does not accept
     """
 
@@ -54,6 +55,7 @@ class Service(NamedTuple):
     malformed: Callable[[str, int], RequestError]
     too_large: RequestError
     max_body_bytes: int
+    too_much: RequestError
     full: Response
 
 
@@ -78,6 +80,12 @@ class Owner(Protocol):
 
     def lost(self, connection: ClientConnection) -> None:
         """The connection has ended."""
+
+    def hold(self, count: int) -> bool:
+        """Count the bytes of a body, if there is room for them. Returns whether there is."""
+
+    def release(self, count: int) -> None:
+        """Bytes that were counted are not held any more."""
 
 
 class ClientConnection(asyncio.Protocol):
@@ -181,6 +189,8 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._lost = True
         self._owner.lost(self)
+        for request in (self._coming, *self._waiting):
+            self._release(request)
         self._waiting.clear()
         self.resume_writing()
         if self.task is not None:
@@ -280,7 +290,9 @@ class ClientConnection(asyncio.Protocol):
         length = int(self.headers.get("content-length", 0))  # the parser allows trailing spaces
         self._service.admit(request)
         if length > self._service.max_body_bytes:
-            self._refuse_body()
+            self._refuse_body(self._service.too_large)
+        elif request.refusal is None and not self._hold(request, length):
+            self._refuse_body(self._service.too_much)
         elif parser.should_upgrade():
             if "transfer-encoding" in self.headers or request.method == "CONNECT":
                 self._give_up("it asks for another protocol", 400)
@@ -294,9 +306,13 @@ class ClientConnection(asyncio.Protocol):
         self._hear()
         self._body_bytes += len(body)
         if self._body_bytes > self._service.max_body_bytes:
-            self._refuse_body()
+            self._refuse_body(self._service.too_large)
         elif self._coming.refusal is None:
-            self._body += body
+            more = self._body_bytes - self._coming.held_bytes
+            if more > 0 and not self._hold(self._coming, more):
+                self._refuse_body(self._service.too_much)
+            else:
+                self._body += body
 
     def on_message_complete(self) -> None:
         request = self._coming
@@ -307,6 +323,17 @@ class ClientConnection(asyncio.Protocol):
         self._coming = None
         self._body_bytes = self._framing_bytes = 0
         self._enqueue(request)
+
+    def _hold(self, request: Request, count: int) -> bool:
+        if not self._owner.hold(count):
+            return False
+        request.held_bytes += count
+        return True
+
+    def _release(self, request: Request | None) -> None:
+        if request is not None and request.held_bytes:
+            self._owner.release(request.held_bytes)
+            request.held_bytes = 0
 
     def _hear(self) -> None:
         """Record progress of the connection."""
@@ -347,7 +374,10 @@ class ClientConnection(asyncio.Protocol):
             while waiting:
                 request = self._answering = waiting.popleft()
                 request.keeps_alive &= not self._owner.closing
-                response = await self._service.answer(request)
+                try:
+                    response = await self._service.answer(request)
+                finally:
+                    self._release(request)
                 if response is not None:
                     self.send(whole(response, request))
                 elif request.stream is None or not request.stream.ended:
@@ -377,11 +407,11 @@ class ClientConnection(asyncio.Protocol):
             self._paused = False
             self.transport.resume_reading()
 
-    def _refuse_body(self) -> None:
-        """Refuse a request whose body is too long before the body has arrived."""
+    def _refuse_body(self, error: RequestError) -> None:
+        """Refuse a request before its body has arrived."""
         request = self._coming
         assert request is not None
-        request.refusal = request.refusal or self._service.too_large
+        request.refusal = request.refusal or error
         request.keeps_alive = False
         self._throws_away = True
         self._body.clear()

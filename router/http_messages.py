@@ -56,11 +56,12 @@ class Request:
     response_headers   added to every response to it
     allowed    methods of the path, if it does not accept this one
     cut_off    the server has cancelled its handler, because it stops
+    held_bytes   of its body, as counted by the server
     """
 
     __slots__ = (
         *("method", "path", "version", "keeps_alive", "headers", "body"),
-        *("endpoint", "argument", "allowed", "handler", "refusal", "cut_off"),
+        *("endpoint", "argument", "allowed", "handler", "refusal", "cut_off", "held_bytes"),
         *("stream", "response_headers", "_connection"),
     )
 
@@ -85,6 +86,7 @@ class Request:
         self.handler: Handler | None = None
         self.refusal: RequestError | None = None
         self.cut_off = False
+        self.held_bytes = 0
         self.stream: Stream | None = None
         self.response_headers: dict[str, str] = {}
         self._connection = connection

@@ -45,10 +45,12 @@ class HttpServer:
 
     max_connections  most open connections; if no idle one can be closed, new ones get `full`
     write_timeout_s  disconnect a client that receives nothing of its response for this time
+    max_held_bytes   most bytes of the bodies of all requests that are not answered yet
     counts           counts of connections that were refused or cut
     connections      open connections, without those turned away
     idle             connections without a request to respond to, in the order of `heard_at`
     turned_away      connections beyond the limit that have not ended yet
+    held_bytes       bytes of these bodies now
     closing          the server is stopping: connections are closed after their next response
     """
 
@@ -58,16 +60,19 @@ class HttpServer:
         *,
         max_connections: int,
         write_timeout_s: float,
+        max_held_bytes: int,
         counts: ConnectionCounts,
     ) -> None:
         self.counts = counts
         self.connections: set[ClientConnection] = set()
         self.idle: OrderedDict[ClientConnection, None] = OrderedDict()
         self.turned_away: set[ClientConnection] = set()
+        self.held_bytes = 0
         self.closing = self._stopped = False
         self._service = service
         self._max_connections = max_connections
         self._write_timeout_s = write_timeout_s
+        self._max_held_bytes = max_held_bytes
         self._last_gone: asyncio.Future[None] | None = None
         self._listening: asyncio.Server
         self._sweeping: asyncio.TimerHandle
@@ -163,6 +168,15 @@ class HttpServer:
         self.idle.pop(connection, None)
         if self._last_gone is not None and not self.connections and not self._last_gone.done():
             self._last_gone.set_result(None)
+
+    def hold(self, count: int) -> bool:
+        if count and self.held_bytes + count > self._max_held_bytes:
+            return False
+        self.held_bytes += count
+        return True
+
+    def release(self, count: int) -> None:
+        self.held_bytes -= count
 
     def sweep(self, now: float) -> None:
         """Close connections without progress; `now` is the loop's time.

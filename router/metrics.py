@@ -40,10 +40,10 @@ QUEUED_REQUESTS = _requests.gauge(
 )
 OVERLOAD_REFUSALS = _requests.counter(
     "stemroute_gateway_overload_refused_requests_total",
-    "Requests refused with status 429, by reason. wait: the expected wait is too long "
-    "(gateway.max_wait_s). room: no worker has room, and the admission queue is full or its time "
-    "is up. deadline: the first token cannot be expected before the request's deadline",
-    "reason",
+    "Requests refused with status 429, by error code. overloaded: the expected wait is too long "
+    "(gateway.max_wait_s). no_room: no worker has room, and the admission queue is full or its "
+    "time is up. deadline_unreachable: no worker is expected to have the first token in time",
+    "code",
 )
 IN_FLIGHT_REQUESTS = _requests.gauge(
     "stemroute_gateway_in_flight_requests",

@@ -80,6 +80,10 @@ def raised(path: Path) -> Iterator[tuple[str, str, str]]:
     """(code, status, type) of each RequestError with a literal code; "" for what is no literal."""
     names = {"SERVICE_UNAVAILABLE": "service_unavailable"}
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._refusal":
+            code = node.args[1]
+            assert isinstance(code, ast.Constant)
+            yield str(code.value), "429", "rate_limit_error"
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "RequestError":
             given = {
                 word.arg: names.get(ast.unparse(word.value), getattr(word.value, "value", ""))

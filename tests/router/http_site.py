@@ -21,12 +21,21 @@ class Site:
     answer   answers every request; a test may put another in its place
     """
 
-    def __init__(self, max_connections: int = 100, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+    def __init__(
+        self,
+        max_connections: int = 100,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        max_held_body_bytes: int = 1 << 20,
+    ) -> None:
         self.pieces: list[bytes] = [b"one", b"two"]
         self.began = asyncio.Event()
         self.cancelled = asyncio.Event()
         self.sent = 0
-        settings = GatewaySettings(max_connections=max_connections, max_body_bytes=max_body_bytes)
+        settings = GatewaySettings(
+            max_connections=max_connections,
+            max_body_bytes=max_body_bytes,
+            max_held_body_bytes=max_held_body_bytes,
+        )
         edge = Edge(settings, RequestCounts())
         edge.add(
             [
@@ -34,6 +43,7 @@ class Site:
                 Route("GET", "/echo", self._echo),
                 Route("POST", "/stream", self._stream),
                 Route("GET", "/wait", self._wait),
+                Route("POST", "/wait", self._wait),
                 Route("GET", "/broken", self._broken),
             ]
         )
@@ -42,6 +52,7 @@ class Site:
             edge.service()._replace(answer=lambda request: self.answer(request)),
             max_connections=max_connections,
             write_timeout_s=WRITE_TIMEOUT_S,
+            max_held_bytes=settings.max_held_body_bytes,
             counts=ConnectionCounts(),
         )
         self._writers: list[asyncio.StreamWriter] = []
@@ -55,6 +66,7 @@ class Site:
             writer.transport.abort()
         await self.server.stop(0.1)
         assert not self.server.connections
+        assert not self.server.held_bytes
 
     async def connect(self, receive_bytes: int = 0):
         """`receive_bytes`: so much the client's system takes ahead of it; 0: as it likes."""

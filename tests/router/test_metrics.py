@@ -24,6 +24,7 @@ async def text_of_a_busy_gateway() -> str:
         await rig.complete()
         rig.follower.status.report_ages_s = {"w0": 0.5}
         rig.fleet.on_report(report("w0", load=Load(running=2), stored=[b"x" * 16]))
+        rig.gateway.admission.refused["overloaded"] += 1
         async with rig.http.get("/metrics") as answer:
             return await answer.text()
 

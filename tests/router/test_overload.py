@@ -34,7 +34,7 @@ async def test_a_request_that_would_wait_too_long_is_refused_with_a_time_to_come
         assert "would wait about 35.0 s before it starts, 30.0 s are accepted" in error["message"]
         assert after_s == 5
         assert f"retry in {after_s} s" in error["message"]
-        assert rig.gateway.admission.refused == {"wait": 1}
+        assert rig.gateway.admission.refused == {"overloaded": 1}
         assert rig.fleet.in_flight == 0
 
 
@@ -51,7 +51,8 @@ async def test_refused_requests_get_turns_one_after_the_other():
         rig.fleet.on_report(report("w0", load=waiting(62, 0.5)))
         times = [(await refused(rig))[1] for _ in range(6)]
         assert times == sorted(times)
-        assert times[0] == 1 and times[-1] in (3, 4)
+        assert times[0] == 1
+        assert times[-1] in (3, 4)
         rig.fleet.on_report(report("w0", load=waiting(10**6)))
         assert (await refused(rig))[1] == LONGEST_RETRY_S
 
@@ -66,9 +67,7 @@ async def test_the_limit_is_a_setting_and_0_is_none():
 
 
 async def test_pending_prefill_counts_by_its_measured_speed():
-    load = Load(
-        running=1, free_blocks=500, pending_prefill_tokens=50_000, prefill_s_per_token=1e-3
-    )
+    load = Load(running=1, free_blocks=500, pending_prefill_tokens=50_000, prefill_s_per_token=1e-3)
     async with Rig() as rig:
         rig.fleet.on_report(report("w0", load=load))
         error, _ = await refused(rig)
@@ -95,12 +94,16 @@ async def test_a_burst_fills_the_free_places_of_a_batch_without_a_wait():
         idle = waiting(0, 10.0)
         rig.fleet.on_report(report("w0", load=msgspec.structs.replace(idle, running=2)))
         member = rig.fleet.members()[0]
+        bookings = []
         for number in range(6):
             assert rig.fleet.wait_of(member) == 0.0
-            rig.fleet.book(member.slot, f"r{number}", [], 4, 0)
-        rig.fleet.book(member.slot, "r6", [], 4, 0)
+            bookings.append(rig.fleet.book(member.slot, f"r{number}", [], 4, 0))
+        bookings.append(rig.fleet.book(member.slot, "r6", [], 4, 0))
         assert rig.fleet.wait_of(member) == 10.0
         rig.fleet.check()
+        for booking in bookings:
+            rig.fleet.release(booking)
+        assert rig.fleet.wait_of(member) == 0.0
 
 
 async def test_a_request_with_a_lower_priority_number_is_not_kept_out_by_the_others():
@@ -148,9 +151,7 @@ async def test_the_queue_is_in_order_of_priority():
 async def test_with_a_queue_those_ahead_in_it_count():
     async with Rig(queue=10, max_wait_s=2.5) as rig:
         await rig.complete(PROMPT)
-        rig.fleet.on_report(
-            report("w0", load=Load(running=3, free_blocks=0, start_interval_s=1.0))
-        )
+        rig.fleet.on_report(report("w0", load=Load(running=3, free_blocks=0, start_interval_s=1.0)))
         tasks = []
         for number in range(3):
             tasks.append(asyncio.create_task(rig.complete(f"{number}23456789abc")))
@@ -180,7 +181,7 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
         assert error["code"] == "deadline_unreachable"
         assert "the first token is expected in 7.00 s" in error["message"]
         assert after_s in (2, 3)
-        assert rig.gateway.admission.refused == {"deadline": 1}
+        assert rig.gateway.admission.refused == {"deadline_unreachable": 1}
 
 
 async def test_a_prompt_that_alone_takes_longer_need_not_come_back():

@@ -60,7 +60,11 @@ async def serve(name: str, port: int) -> None:
         await serve_on_uvicorn(edge.service(), port)
         return
     server = HttpServer(
-        edge.service(), max_connections=1000, write_timeout_s=60.0, counts=ConnectionCounts()
+        edge.service(),
+        max_connections=1000,
+        write_timeout_s=60.0,
+        max_held_bytes=1 << 30,
+        counts=ConnectionCounts(),
     )
     await server.start("127.0.0.1", port)
     await asyncio.get_running_loop().create_future()
