@@ -155,7 +155,7 @@ async def test_what_cannot_be_read_is_refused_and_ends_the_connection(sent, stat
 async def test_a_refused_body_is_read_over_and_the_connection_kept():
     async with Site() as site:
         reader, writer = await site.connect()
-        writer.write(post(b"body", "/nowhere") + post(b"body", "/wait"))
+        writer.write(post(b"body", "/nowhere") + post(b"body", "/broken"))
         assert (await answer(reader))[0] == 404
         status, headers, _ = await answer(reader)
         assert (status, headers["Allow"]) == (405, "GET")
