@@ -26,7 +26,7 @@ MAX_GONE = 8192
 """Evicted blocks are removed once they exceed a quarter of the held ones, within these bounds: some
 milliseconds of work."""
 
-MARKS = 1 << 16
+MARKS = 1 << 19
 """Size of a table that marks evicted blocks by the beginning of their hash, which rules out most
 others."""
 
@@ -108,7 +108,7 @@ class HeldBlocks:
 
 
 def _beginnings(joined: bytes) -> NDArray[np.uint16]:
-    return np.frombuffer(joined, dtype=np.uint16)[:: HASH_BYTES // 2]
+    return np.frombuffer(joined, dtype=np.uint32)[:: HASH_BYTES // 4] & (MARKS - 1)
 
 
 def _join(blocks: Collection[bytes]) -> bytes:

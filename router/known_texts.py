@@ -5,7 +5,7 @@ after the other, are those of the whole text. Each run is at least `RUN_CHARACTE
 the run before it and its text:
 
     [<|im_start|>system … <|im_end|>] [<|im_start|>user … ] [<|im_end|> …] [tail] rest
-     run, kept                         run, kept             run, kept      kept   computed every time
+     run, kept                         run, kept             run, kept      kept   not kept
 
 The tail ends at the last boundary. It is kept with the run before it, and begins the run that the
 next turn of the conversation completes.
