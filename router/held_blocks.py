@@ -107,7 +107,7 @@ class HeldBlocks:
         return runs
 
 
-def _beginnings(joined: bytes) -> NDArray[np.uint16]:
+def _beginnings(joined: bytes) -> NDArray[np.integer]:
     return np.frombuffer(joined, dtype=np.uint32)[:: HASH_BYTES // 4] & (MARKS - 1)
 
 

@@ -159,7 +159,10 @@ def parse_chat(body: bytes, max_messages: int = DEFAULT_MAX_MESSAGES) -> ApiRequ
         body_bytes=len(body),
         ignored_fields=ignored,
         messages=[
-            _plain(place, message, max_messages) for place, message in enumerate(parsed.messages)
+            message  # type: ignore[misc]  # a role and a text, as mostly
+            if len(message) == 2 and type(message.get("content")) is str
+            else _plain(place, message, max_messages)
+            for place, message in enumerate(parsed.messages)
         ],
         tools=(parsed.tools or None) if parsed.tool_choice != "none" else None,
         template_fields=parsed.chat_template_kwargs or {},
@@ -335,8 +338,6 @@ def _at_least(field: str, value: int, least: int) -> None:
 def _plain(place: int, message: Message, max_messages: int) -> dict[str, Any]:
     """A message for a chat template: text parts are joined by line breaks."""
     content = message.get("content")
-    if len(message) == 2 and type(content) is str:
-        return message  # type: ignore[return-value]  # a role and a text, as mostly
     if isinstance(content, list):
         texts = []
         for number, part in enumerate(content):
