@@ -45,7 +45,7 @@ class Run(msgspec.Struct, eq=False):
     rest     packed tokens after the last full block
     name     identifies it in the keys of runs that follow it
     next     text of the run that followed it last: likely the next one again
-    tail     text of the tail that followed it last, at most `RUN_CHARACTERS`; `tail_run` is its run
+    tail     the tail that followed it last, and its text of at most `RUN_CHARACTERS`
     """
 
     packed: bytes
@@ -54,8 +54,7 @@ class Run(msgspec.Struct, eq=False):
     rest: bytes
     name: int | bytes
     next: str = ""
-    tail: str = ""
-    tail_run: Run | None = None
+    tail: tuple[str, Run | None] = "", None  # one object: threads change it
 
     def followed_by(self, packed: bytes, block_size: int) -> Run:
         """The run with these tokens after this one."""
@@ -110,7 +109,7 @@ class KnownTexts:
 
         def compute(end: int) -> Run:
             """The run from `start`, where `last` ends, to `end`."""
-            tail, tail_run = last.tail, last.tail_run
+            tail, tail_run = last.tail
             known = start + len(tail)
             if (
                 tail_run is not None
@@ -151,11 +150,11 @@ class KnownTexts:
         return b"".join([*packed, rest.packed]), hashes + rest.hashes
 
     def _keep_tail(self, run: Run, tail: str, tail_run: Run | None) -> None:
-        self._characters += len(tail) - len(run.tail)
-        run.tail, run.tail_run = tail, tail_run
+        self._characters += len(tail) - len(run.tail[0])
+        run.tail = tail, tail_run
 
     def _keep(self, key: _Key, run: Run) -> None:
         if self._characters >= self._generation:
             self._old, self._young, self._characters = self._young, {}, 0
         self._young[key] = run
-        self._characters += len(key[1]) + len(run.tail) + RUN_OVERHEAD_CHARACTERS
+        self._characters += len(key[1]) + len(run.tail[0]) + RUN_OVERHEAD_CHARACTERS

@@ -237,9 +237,11 @@ def test_tails_count_as_memory_until_a_run_has_their_text():
         prompts.check(rendered(messages))
         prompts.check(rendered([*messages[:-1], ("user", "another " * 50)]))
         runs = prompts.known._young.items()
-        kept = sum(len(text) + len(run.tail) + RUN_OVERHEAD_CHARACTERS for (_, text), run in runs)
+        kept = sum(
+            len(text) + len(run.tail[0]) + RUN_OVERHEAD_CHARACTERS for (_, text), run in runs
+        )
         assert prompts.known._characters == kept
-        assert sum(bool(run.tail) for _, run in runs) <= 1
+        assert sum(bool(run.tail[0]) for _, run in runs) <= 1
 
 
 def test_a_known_run_is_not_cut_off_where_its_text_goes_on():
