@@ -390,19 +390,21 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 def _fields(
     title: str,
-    struct: type[msgspec.Struct],
+    body: type,
     meanings: dict[str, str],
     chosen: Callable[[str], bool] = lambda _: True,
 ) -> str:
-    types_of = get_type_hints(struct)
+    info = msgspec.inspect.type_info(body)
+    assert isinstance(info, msgspec.inspect.StructType | msgspec.inspect.TypedDictType)
+    required = {field.name for field in info.fields if field.required}
     rows = [
         (
-            f"`{field.name}`",
-            _written(types_of[field.name]) + (", required" if field.required else ""),
-            meanings[field.name],
+            f"`{name}`",
+            _written(kind) + (", required" if name in required else ""),
+            meanings[name],
         )
-        for field in msgspec.structs.fields(struct)
-        if field.name in meanings and chosen(field.name)
+        for name, kind in get_type_hints(body).items()
+        if name in meanings and chosen(name)
     ]
     return f"### {title}\n\n" + _table(("field", "type", "meaning and bounds"), rows)
 

@@ -50,6 +50,11 @@ class Boundaries:
         """Whether a boundary token begins at this index, so that `text` may be cut there."""
         return text.startswith(self.tokens, place)
 
+    def last_in(self, text: str, start: int, end: int) -> int:
+        """The last index in `[start, end)` where `text` may be cut; -1 if there is none."""
+        ends = (text.rfind(token, start, end + len(token) - 1) for token in self.tokens)
+        return max(ends, default=-1)
+
     def next_in(self, text: str, start: int) -> int | None:
         """The first index, not before `start`, where `text` may be cut; None if there is none."""
         if not self.tokens:

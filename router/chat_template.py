@@ -17,7 +17,8 @@ import jinja2.parser
 import jinja2.sandbox
 import msgspec
 from jinja2 import nodes
-from jinja2.runtime import LoopContext
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.runtime import Context
 
 Message = dict[str, Any]
 
@@ -34,7 +35,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
-        environment = _environment()
+        self._environment = environment = _environment()
         self._special_tokens = dict(special_tokens)
         self._template = environment.from_string(source)
         self.uses_tools = "tools" in jinja2.meta.find_undeclared_variables(
@@ -48,32 +49,55 @@ class ChatTemplate:
         fields: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of a chat. Raises any exception that the template raises for the messages."""
-        return self._template.render(
-            {
-                **(fields or {}),
-                **self._special_tokens,
-                "messages": messages,
-                "tools": tools,
-                "add_generation_prompt": True,
-            }
-        )
+        variables = {
+            **self._environment.globals,
+            **(fields or {}),
+            **self._special_tokens,
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": True,
+        }
+        # as `Template.render` does, but that takes 5 µs more for the globals
+        context = Context(self._environment, variables, None, self._template.blocks)
+        return "".join(self._template.root_render_func(context))
 
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _LOOP_ATTRIBUTES = frozenset({"first", "last", "index", "index0", "length"})
 
 
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Reads the most frequent attributes, `message.role` and `loop.first`, without the sandbox's
-    checks, which take three quarters of the rendering time."""
+class _InPlace(CodeGenerator):
+    """Compiles the most frequent reads, `message.role`, `message['role']` and `loop.first`, without
+    calls of the sandbox, whose checks take three quarters of the rendering time. It checks all
+    other reads."""
 
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        kind = type(obj)
-        if kind is dict and attribute in obj and attribute not in _DICT_ATTRIBUTES:
-            return obj[attribute]
-        if kind is LoopContext and attribute in _LOOP_ATTRIBUTES:
-            return getattr(obj, attribute)
-        return super().getattr(obj, attribute)
+    def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:
+        unchecked = ""
+        if isinstance(node.node, nodes.Name):
+            ref = frame.symbols.ref(node.node.name)
+            if node.node.name == "loop" and node.attr in _LOOP_ATTRIBUTES:
+                unchecked = f"{ref}.{node.attr} if {ref}.__class__ is LoopContext else "
+            elif node.attr not in _DICT_ATTRIBUTES:
+                unchecked = _entry(ref, node.attr)
+        self.write(f"({unchecked}")
+        super().visit_Getattr(node, frame)
+        self.write(")")
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        unchecked = ""
+        if isinstance(node.node, nodes.Name) and isinstance(node.arg, nodes.Const):
+            unchecked = _entry(frame.symbols.ref(node.node.name), node.arg.value)
+        self.write(f"({unchecked}")
+        super().visit_Getitem(node, frame)
+        self.write(")")
+
+
+def _entry(ref: str, key: Any) -> str:
+    return f"{ref}[{key!r}] if {ref}.__class__ is dict and {key!r} in {ref} else "
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    code_generator_class = _InPlace
 
 
 class _Generation(jinja2.ext.Extension):

@@ -15,6 +15,7 @@ Runs of hashes take 16 bytes per block, and the garbage collector does not scan 
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ MAX_GONE = 8192
 """Evicted blocks are removed once they exceed a quarter of the held ones, within these bounds: some
 milliseconds of work."""
 
-MARKS = 1 << 16
+MARKS = 1 << 18
 """Size of a table that marks evicted blocks by the beginning of their hash, which rules out most
 others."""
 
@@ -91,15 +92,13 @@ class HeldBlocks:
             # equal beginnings are not equal hashes: the marks only select what to compare
             marks = np.zeros(MARKS, dtype=np.bool_)
             marks[_beginnings(b"".join(evicted_at))] = True
-            latest = evicted_at.get
-            out = [
-                place
-                for place in marks[_beginnings(runs)].nonzero()[0].tolist()
-                if latest(runs[HASH_BYTES * place : HASH_BYTES * (place + 1)], 0) > place
-            ]
+            stored = np.frombuffer(runs, dtype=f"V{HASH_BYTES}")
+            places = marks[_beginnings(runs)].nonzero()[0]
+            latest = map(evicted_at.get, split_hashes(stored[places].tobytes()), repeat(0))
+            out = places[np.fromiter(latest, np.int64, len(places)) > places]
             kept = np.ones(self._stored, dtype=np.bool_)
             kept[out] = False
-            runs = np.frombuffer(runs, dtype=f"V{HASH_BYTES}")[kept].tobytes()
+            runs = stored[kept].tobytes()
             self._gone.clear()
             self._gone_blocks = 0
             self._stored = self.count
@@ -107,8 +106,8 @@ class HeldBlocks:
         return runs
 
 
-def _beginnings(joined: bytes) -> NDArray[np.uint16]:
-    return np.frombuffer(joined, dtype=np.uint16)[:: HASH_BYTES // 2]
+def _beginnings(joined: bytes) -> NDArray[np.integer]:
+    return np.frombuffer(joined, dtype=np.uint32)[:: HASH_BYTES // 4] & (MARKS - 1)
 
 
 def _join(blocks: Collection[bytes]) -> bytes:

@@ -4,8 +4,11 @@ A text is cut into runs at boundaries (`router/boundaries.py`), so that the toke
 after the other, are those of the whole text. Each run is at least `RUN_CHARACTERS` long. Its key is
 the run before it and its text:
 
-    [<|im_start|>system … <|im_end|>] [<|im_start|>user … ] [<|im_end|> …] rest
-     run, kept                         run, kept             run, kept      computed every time
+    [<|im_start|>system … <|im_end|>] [<|im_start|>user … ] [<|im_end|> …] [tail] rest
+     run, kept                         run, kept             run, kept      kept   not kept
+
+The tail ends at the last boundary. It is kept with the run before it, and begins the run that the
+next turn of the conversation completes.
 """
 
 from __future__ import annotations
@@ -29,6 +32,10 @@ RUN_OVERHEAD_CHARACTERS = 100
 """Added to the length of each run, for its fixed size in memory."""
 
 
+TAIL_CHARACTERS = 100
+"""A shorter tail is not kept: to encode it takes as long as to look it up."""
+
+
 class Run(msgspec.Struct, eq=False):
     """A run at its position after other runs.
 
@@ -38,6 +45,7 @@ class Run(msgspec.Struct, eq=False):
     rest     packed tokens after the last full block
     name     identifies it in the keys of runs that follow it
     next     text of the run that followed it last: likely the next one again
+    tail     the tail that followed it last, and its text of at most `RUN_CHARACTERS`
     """
 
     packed: bytes
@@ -46,6 +54,7 @@ class Run(msgspec.Struct, eq=False):
     rest: bytes
     name: int | bytes
     next: str = ""
+    tail: tuple[str, Run | None] = "", None  # one object: threads change it
 
     def followed_by(self, packed: bytes, block_size: int) -> Run:
         """The run with these tokens after this one."""
@@ -53,6 +62,12 @@ class Run(msgspec.Struct, eq=False):
         hashes = hash_blocks(self.parent, pending, block_size)
         rest = pending[len(hashes) * 4 * block_size :]
         return Run(packed, hashes, hashes[-1] if hashes else self.parent, rest, next(_names))
+
+    def extended_by(self, packed: bytes, block_size: int) -> Run:
+        """This run with more tokens at its end."""
+        more = self.followed_by(packed, block_size)
+        more.packed, more.hashes = self.packed + packed, self.hashes + more.hashes
+        return more
 
 
 _names = itertools.count()
@@ -91,6 +106,21 @@ class KnownTexts:
         start = 0
         last = Run(b"", [], root, b"", root + bos)
         packed, hashes = [], []
+
+        def compute(end: int) -> Run:
+            """The run from `start`, where `last` ends, to `end`."""
+            tail, tail_run = last.tail
+            known = start + len(tail)
+            if (
+                tail_run is not None
+                and known <= end
+                and text.startswith(tail, start)
+                and boundaries.at(text, known)
+            ):
+                return tail_run.extended_by(encode(text[known:end]), block_size)
+            tokens = encode(text[start:end])
+            return last.followed_by(tokens if start else bos + tokens, block_size)
+
         while True:
             run = last.next  # comparing it is cheaper than to search, copy and hash a run
             if not (run and text.startswith(run, start) and boundaries.at(text, start + len(run))):
@@ -103,19 +133,28 @@ class KnownTexts:
             if known is None:
                 known = self._old.get(key)
                 if known is None:
-                    tokens = encode(run) if start else bos + encode(run)
-                    known = last.followed_by(tokens, block_size)
+                    known = compute(start + len(run))
+                    self._keep_tail(last, "", None)
                 known.next = ""  # kept no longer than the run itself, which is counted
                 self._keep(key, known)
             packed.append(known.packed)
             hashes += known.hashes
             last, start = known, start + len(run)
-        tokens = encode(text[start:]) if start else bos + encode(text)
-        rest = last.followed_by(tokens, block_size)
+        cut = boundaries.last_in(text, start, start + RUN_CHARACTERS)
+        if start and cut >= start + TAIL_CHARACTERS:
+            tail_run = compute(cut)
+            self._keep_tail(last, text[start:cut], tail_run)
+            rest = tail_run.extended_by(encode(text[cut:]), block_size)
+        else:
+            rest = compute(len(text))
         return b"".join([*packed, rest.packed]), hashes + rest.hashes
+
+    def _keep_tail(self, run: Run, tail: str, tail_run: Run | None) -> None:
+        self._characters += len(tail) - len(run.tail[0])
+        run.tail = tail, tail_run
 
     def _keep(self, key: _Key, run: Run) -> None:
         if self._characters >= self._generation:
             self._old, self._young, self._characters = self._young, {}, 0
         self._young[key] = run
-        self._characters += len(key[1]) + RUN_OVERHEAD_CHARACTERS
+        self._characters += len(key[1]) + len(run.tail[0]) + RUN_OVERHEAD_CHARACTERS

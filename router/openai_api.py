@@ -7,7 +7,7 @@ change (`router/unserved.py`). Unknown fields are named in a response header.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Required, TypedDict, TypeVar
 
 import msgspec
 
@@ -32,16 +32,19 @@ class ContentPart(msgspec.Struct):
     text: str | None = None
 
 
-class Message(msgspec.Struct):
-    """One message of a chat. Reasoning and tool calls of earlier turns go to the chat template."""
+class Message(TypedDict, total=False):
+    """One message of a chat. Reasoning and tool calls of earlier turns go to the chat template.
 
-    role: str
-    content: str | list[ContentPart] | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
+    A dictionary, because that is what chat templates take.
+    """
+
+    role: Required[str]
+    content: str | list[ContentPart] | None
+    reasoning_content: str | None
+    reasoning: str | None
+    name: str | None
+    tool_calls: list[dict[str, Any]] | None
+    tool_call_id: str | None
 
 
 class StreamOptions(msgspec.Struct):
@@ -130,7 +133,7 @@ class ApiRequest(NamedTuple):
     @property
     def turn(self) -> int:
         """The turn of the conversation that a chat asks for, from 1; 0 for a completion."""
-        return sum(message["role"] == "user" for message in self.messages or [])
+        return [message["role"] for message in self.messages or []].count("user")
 
 
 def parse_chat(body: bytes, max_messages: int = DEFAULT_MAX_MESSAGES) -> ApiRequest:
@@ -160,7 +163,10 @@ def parse_chat(body: bytes, max_messages: int = DEFAULT_MAX_MESSAGES) -> ApiRequ
         body_bytes=len(body),
         ignored_fields=ignored,
         messages=[
-            _plain(place, message, max_messages) for place, message in enumerate(parsed.messages)
+            message  # type: ignore[misc]  # a role and a text, as mostly
+            if len(message) == 2 and type(message.get("content")) is str
+            else _plain(place, message, max_messages)
+            for place, message in enumerate(parsed.messages)
         ],
         tools=(parsed.tools or None) if parsed.tool_choice != "none" else None,
         template_fields=parsed.chat_template_kwargs or {},
@@ -342,7 +348,7 @@ def _at_least(field: str, value: int, least: int) -> None:
 
 def _plain(place: int, message: Message, max_messages: int) -> dict[str, Any]:
     """A message for a chat template: text parts are joined by line breaks."""
-    content = message.content
+    content = message.get("content")
     if isinstance(content, list):
         texts = []
         for number, part in enumerate(content):
@@ -356,19 +362,18 @@ def _plain(place: int, message: Message, max_messages: int) -> dict[str, Any]:
                 raise RequestError(f"`{param}.text` is missing: it is required", param=param)
             texts.append(part.text)
         content = "\n".join(texts)
-    if content is None and message.role != "assistant":
+    if content is None and message["role"] != "assistant":
         param = f"messages[{place}].content"
         raise RequestError(f"`{param}` is missing: send a string", param=param)
-    plain: dict[str, Any] = {"role": message.role, "content": content or ""}
-    reasoning = message.reasoning_content or message.reasoning
+    plain: dict[str, Any] = {"role": message["role"], "content": content or ""}
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
     if reasoning is not None:  # templates read either name
         plain["reasoning_content"] = plain["reasoning"] = reasoning
-    if message.name is not None:
-        plain["name"] = message.name
-    if message.tool_calls is not None:
-        plain["tool_calls"] = [_parsed_call(call, max_messages) for call in message.tool_calls]
-    if message.tool_call_id is not None:
-        plain["tool_call_id"] = message.tool_call_id
+    for name in ("name", "tool_call_id"):
+        if message.get(name) is not None:
+            plain[name] = message[name]
+    if (calls := message.get("tool_calls")) is not None:
+        plain["tool_calls"] = [_parsed_call(call, max_messages) for call in calls]
     return plain
 
 

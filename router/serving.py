@@ -95,7 +95,7 @@ class Serving:
             client.response_headers[HEADER_IGNORED_FIELDS] = ", ".join(asked.ignored_fields)
         if client.headers.get(HEADER_EXPLAIN) == "1":
             self._dispatcher.recent.want(request_id, asked.kind)
-        failure = no_ready_worker(f"no worker of the model `{model}` is ready")
+        failure: RequestError | None = None
         prompt: Prompt | None = None
         delivery, blame = Delivery(client), Blame(self._fleet, self._forwarder)
         tried: list[str] = []
@@ -156,6 +156,8 @@ class Serving:
                     prompt = prompt._replace(token_ids=generate.token_ids + generate.output_ids)
             if delivery.begun:
                 self._metrics.attempts.broken_streams += 1
+            if failure is None:
+                failure = no_ready_worker(f"no worker of the model `{model}` is ready")
             raise failure  # which becomes an event of a stream that has begun
 
     def _may_try(self, delivery: Delivery, tried: int) -> bool:

@@ -12,6 +12,10 @@ class Suspects:
         self._for_s = for_s
         self._members: set[Member] = set()
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._members)
+
     def add(self, member: Member, why: str, now: float) -> None:
         """The worker seems out of reach, or does not take requests."""
         member.suspect_until = now + self._for_s
@@ -25,8 +29,6 @@ class Suspects:
 
     def due(self, now: float) -> list[Member]:
         """Suspects whose time is up. They stay suspects until `trust`."""
-        if not self._members:
-            return []
         return [member for member in self._members if member.suspect_until <= now]
 
     def next_return_s(self, now: float) -> float | None:

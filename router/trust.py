@@ -122,6 +122,8 @@ class Trust:
 
     def expire(self) -> None:
         """Suspects and avoided workers whose time is up become candidates again."""
+        if not (self._suspects or self.failures):
+            return
         now = self._clock()
         for member in self._suspects.due(now):
             self._suspects.trust(member)

@@ -65,7 +65,7 @@ def test_every_field_that_is_read_is_explained() -> None:
     fields = {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__}
     assert set(SERVED) == fields - NO_EFFECT
     assert not fields & set(UNSERVED)
-    assert set(MESSAGE) == set(Message.__struct_fields__)
+    assert set(MESSAGE) == set(Message.__annotations__)
     assert set(STREAM_OPTIONS) == set(StreamOptions.__struct_fields__)
 
 

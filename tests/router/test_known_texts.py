@@ -20,7 +20,7 @@ from tokenizers import (
 from cluster.blocks import hash_blocks, pack_tokens, unpack_tokens
 from router import known_texts
 from router.boundaries import Boundaries
-from router.known_texts import RUN_CHARACTERS, KnownTexts
+from router.known_texts import RUN_CHARACTERS, RUN_OVERHEAD_CHARACTERS, KnownTexts
 from tests.real_tokenizer import smollm2
 from worker.weights import MissingModel
 
@@ -149,7 +149,7 @@ class Prompts:
         assert hashes == hash_blocks(root, whole, self.block_size)
 
 
-@pytest.mark.parametrize("run_characters", [1, 40])
+@pytest.mark.parametrize("run_characters", [1, 40, 300])
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40, deadline=None)
 @given(conversation=turns, opening=pieces, others=turns)
@@ -158,6 +158,7 @@ def test_a_conversation_has_the_tokens_of_its_whole_text_at_every_turn(
 ):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(known_texts, "RUN_CHARACTERS", run_characters)
+        patch.setattr(known_texts, "TAIL_CHARACTERS", 1)
         prompts = Prompts(tokenizer_of(kind), known=KnownTexts(max_characters=2_000))
         for messages in (
             *(conversation[:length] for length in range(len(conversation) + 1)),
@@ -206,9 +207,41 @@ def test_the_next_turn_encodes_only_what_is_new():
     messages = [("system", "Be brief. " * RUN_CHARACTERS), ("user", "one"), ("assistant", "1")]
     prompts.check(rendered(messages))
     prompts.check(rendered([*messages, ("user", "two")]))
-    [new] = prompts.encoded
+    new = "".join(prompts.encoded)
     assert new.endswith("two<|im_end|>\n<|im_start|>assistant\n")
     assert len(new) < RUN_CHARACTERS
+
+
+@pytest.mark.parametrize("answer", ["short", "s" * RUN_CHARACTERS])
+def test_what_follows_the_last_run_is_not_encoded_again_in_the_next_turn(answer):
+    prompts = Prompts(tokenizer_of("byte level"))
+    messages = [("system", "Be brief. " * RUN_CHARACTERS), ("user", "a question " * 40)]
+    prompts.check(rendered(messages))
+    prompts.check(rendered([*messages, ("assistant", answer), ("user", "and?")]))
+    assert not any("question" in text for text in prompts.encoded)
+    prompts.check(rendered([messages[0], ("user", "a question "), ("assistant", answer)]))
+
+
+def test_a_tail_is_not_cut_off_where_its_text_goes_on():
+    prompts = Prompts(tokenizer_of("byte level"))
+    said = f"<|im_start|>{'s' * RUN_CHARACTERS}<|im_end|>{'the quick brown fo' * 20}"
+    for end in ("<|im_end|>", "x jumps over<|im_end|>", "x<|im_end|>"):
+        prompts.check(said + end)
+
+
+def test_tails_count_as_memory_until_a_run_has_their_text():
+    prompts = Prompts(tokenizer_of("byte level"))
+    messages = [("system", "s" * RUN_CHARACTERS)]
+    for number in range(12):
+        messages.append(("user", f"{number} " * 100))
+        prompts.check(rendered(messages))
+        prompts.check(rendered([*messages[:-1], ("user", "another " * 50)]))
+        runs = prompts.known._young.items()
+        kept = sum(
+            len(text) + len(run.tail[0]) + RUN_OVERHEAD_CHARACTERS for (_, text), run in runs
+        )
+        assert prompts.known._characters == kept
+        assert sum(bool(run.tail[0]) for _, run in runs) <= 1
 
 
 def test_a_known_run_is_not_cut_off_where_its_text_goes_on():
