@@ -18,6 +18,7 @@ STORAGE_KEY = b"extra_usage_tag_gcs_storage"
 """Each Ray head writes here how it keeps its state: "memory", "redis" or "rocksdb"
 (`ray._private.node.Node._record_stats`)."""
 STORAGE_NAMESPACE = b"usage_stats"
+IN_MEMORY = "memory"
 
 TLS_VARIABLES = {
     "ssl_ca_certs": "RAY_REDIS_CA_CERT",
