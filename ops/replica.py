@@ -9,6 +9,7 @@ from ray import serve
 
 from cluster.settings import flat_settings, load_settings
 from ops.autoscaling import BATCH_SIZE
+from ops.gcs_storage import gcs_storage
 from worker.server import WorkerServer
 
 
@@ -24,6 +25,7 @@ class WorkerReplica:
         settings = load_settings(flags=flat_settings(args))
         name = serve.get_replica_context().replica_id.unique_id
         self._server = WorkerServer(settings, name)
+        self._server.service.gcs_storage = gcs_storage()
         await self._server.start()
 
     async def check_health(self) -> None:

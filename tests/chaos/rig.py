@@ -77,7 +77,8 @@ class Needs:
     serve       workers are Serve replicas on Ray; else processes that nobody replaces
     up          all is started by `stemroute up`, with one gateway and a Valkey of its own
     nodes       of Ray
-    gcs_redis   Ray keeps its state in the rig's Valkey
+    gcs_redis   Ray keeps its state in the Redis of the pool (`serve.gcs_fault_tolerance`)
+    patient     Ray nodes outlive the loss of a head whose state is in memory
     batch       sequences that a worker runs at once
     disk        cold tiers, the disk tier on a file system of `DISK_MIB` MiB
     clock       a wall clock that can be stepped
@@ -92,6 +93,7 @@ class Needs:
     engine: Engine | None = None
     nodes: int = 1
     gcs_redis: bool = False
+    patient: bool = False
     batch: int = 16
     disk: bool = False
     clock: bool = False
@@ -172,6 +174,7 @@ class Rig(StartStop):
                 env,
                 nodes=self.needs.nodes,
                 gcs_redis=f"127.0.0.1:{self.valkey.port}" if self.needs.gcs_redis else "",
+                patient=self.needs.patient,
                 model=env["STEMROUTE_WORKER_MODEL"],
             )
             self.ray.deploy()
@@ -217,6 +220,7 @@ class Rig(StartStop):
             "STEMROUTE_WORKER_MODEL": str(self._model()),
             "STEMROUTE_SERVE_CPUS_PER_WORKER": "1",
             "STEMROUTE_SERVE_HEALTH_CHECK_PERIOD_S": str(needs.health_check_period_s),
+            "STEMROUTE_SERVE_GCS_FAULT_TOLERANCE": str(needs.gcs_redis),
         }
         if self.engine == "tiny":
             env["STEMROUTE_WORKER_DTYPE"] = "float32"

@@ -150,7 +150,7 @@ def test_linear_scaling_lengthens_the_context(tmp_path):
     assert loaded.context_tokens == 4 * config.context_tokens
 
 
-def test_a_part_of_a_split_file_is_named(tmp_path):
+def test_the_first_part_of_a_split_file_is_refused_with_the_command_that_merges(tmp_path):
     def fill(writer):
         writer.add_uint16("split.no", 0)
         writer.add_uint16("split.count", 3)
@@ -159,7 +159,26 @@ def test_a_part_of_a_split_file_is_named(tmp_path):
     file = write_gguf(
         tmp_path / "tiny-00001-of-00003.gguf", config, random_tensors(config), fill=fill
     )
-    with pytest.raises(UnsupportedModel, match=r"part 1 of 3 of a model: merge them with"):
+    with pytest.raises(UnsupportedModel) as refused:
+        load(file, tmp_path)
+    assert str(refused.value) == (
+        f"{file} is part 1 of 3 of a model: merge them with "
+        "`llama-gguf-split --merge FIRST_PART OUT.gguf` and load that file"
+    )
+
+
+def test_a_later_part_of_a_split_file_is_refused_likewise(tmp_path):
+    """It holds tensors, and nothing of the model's metadata."""
+    file = tmp_path / "tiny-00002-of-00003.gguf"
+    writer = gguf.GGUFWriter(str(file), "llama")
+    writer.add_uint16("split.no", 1)
+    writer.add_uint16("split.count", 3)
+    writer.add_tensor("blk.1.attn_norm.weight", np.ones(8, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModel, match=r"part 2 of 3 of a model: merge them with"):
         load(file, tmp_path)
 
 

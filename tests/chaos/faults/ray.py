@@ -12,6 +12,7 @@ from tests.chaos.rig import Needs, Rig
 from tests.system.processes import descendants
 
 HEAD_AWAY = 0.3
+HEAD_LOST = 0.1
 """Of the load's duration that the head stays away."""
 VALKEY_BACK_S = 2.0
 
@@ -30,27 +31,45 @@ async def gcs_killed(rig: Rig, seconds: float) -> Result:
         await asyncio.to_thread(rig.ray.restart_head)
 
     result = await drive(rig, seconds, strike)
-    if rig.ready():
-        worker = await asyncio.to_thread(rig.busiest)
-        os.kill(worker.pid, signal.SIGKILL)
-        back = await rig.until(lambda: rig.whole(frozenset({worker.name})), WHOLE_S)
-        result.expect(back is not None, "with the head back, a killed replica is not replaced")
+    await _replaces(rig, result)
+    return result
+
+
+@fault(
+    "up-gcs-killed",
+    "Ray's GCS killed under stemroute up, its state in Redis",
+    Needs(up=True, workers=2, gateways=1, gcs_redis=True),
+)
+async def up_gcs_killed(rig: Rig, seconds: float) -> Result:
+    """It is started again; afterwards a killed replica is replaced."""
+    up = rig.gateways[0].process.pid
+
+    async def strike() -> None:
+        os.kill(child_of(up, "gcs_server"), signal.SIGKILL)
+
+    result = await drive(rig, seconds, strike)
+    await _replaces(rig, result)
     return result
 
 
 @fault(
     "gcs-lost",
-    "Ray's GCS killed, its state in memory; head and workers deployed again",
-    Needs(workers=2),
+    "Ray's GCS killed, its state in memory; head and nodes started again one by one",
+    Needs(nodes=3, workers=2, patient=True),
+    seconds=90.0,
 )
 async def gcs_lost(rig: Rig, seconds: float) -> Result:
-    """What serves meanwhile goes on serving."""
+    """Workers of the former cluster serve until those of the new one do."""
 
-    async def strike() -> None:
+    async def strike() -> Struck:
+        former = frozenset(rig.ready())
         rig.ray.kill_gcs()
-        await asyncio.sleep(HEAD_AWAY * seconds)
+        await asyncio.sleep(HEAD_LOST * seconds)
         await asyncio.to_thread(rig.ray.restart_head)
+        await asyncio.to_thread(rig.ray.restart_node, 0)
         await asyncio.to_thread(rig.ray.deploy)
+        await asyncio.to_thread(rig.ray.restart_node, 1)
+        return Struck(gone=former)
 
     return await drive(rig, seconds, strike)
 
@@ -67,6 +86,15 @@ async def node_killed(rig: Rig, seconds: float) -> Result:
         return Struck(gone=frozenset(names))
 
     return await drive(rig, seconds, strike)
+
+
+async def _replaces(rig: Rig, result: Result) -> None:
+    """With the head back, Ray replaces a worker that is killed."""
+    if rig.ready():
+        worker = await asyncio.to_thread(rig.busiest)
+        os.kill(worker.pid, signal.SIGKILL)
+        back = await rig.until(lambda: rig.whole(frozenset({worker.name})), WHOLE_S)
+        result.expect(back is not None, "with the head back, a killed replica is not replaced")
 
 
 @fault(
