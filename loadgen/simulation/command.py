@@ -93,6 +93,15 @@ class SimulateFlags(LoadFlags):
             rich_help_panel=FLEET,
         ),
     ] = GATEWAY.queue_timeout_s
+    max_wait_s: Annotated[
+        float,
+        typer.Option(
+            "--max-wait-s",
+            help="Longest expected wait of a request; longer ones are refused. 0: no limit.",
+            min=0.0,
+            rich_help_panel=FLEET,
+        ),
+    ] = 0.0
     report_delay_ms: Annotated[
         float, _delay("Delay of load reports to the gateway.", "--report-delay-ms")
     ] = 0.0
@@ -140,6 +149,7 @@ class SimulateFlags(LoadFlags):
                 chunk_tokens=self.chunk_tokens,
                 queue=self.queue,
                 queue_timeout_s=self.queue_timeout_s,
+                max_wait_s=self.max_wait_s,
                 pace=Pace(
                     gap_s=self.report_gap_ms / 1e3,
                     load_s=self.report_delay_ms / 1e3,

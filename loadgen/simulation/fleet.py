@@ -56,6 +56,7 @@ class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens        tokens that a worker's KV pool holds; 0 takes the profile's
     queue            requests that may wait at the gateway until a worker has room (`gateway.queue`)
     queue_timeout_s  longest wait there, then the request fails (`gateway.queue_timeout_s`)
+    max_wait_s       longest expected wait of a request (`gateway.max_wait_s`); 0: no limit
     The others are as in the settings of worker and bus.
     """
 
@@ -72,6 +73,7 @@ class FleetOptions(msgspec.Struct, frozen=True, kw_only=True):
     cache_share: float = 1.0
     queue: int = 0
     queue_timeout_s: float = GATEWAY.queue_timeout_s
+    max_wait_s: float = 0.0
     pace: Pace = Pace()
     latency: Latency = Latency()
 
@@ -122,7 +124,9 @@ class SimulatedFleet:
             recent=RecentDecisions(most=0),  # in flight only
             holds_back=options.queue > 0,
         )
-        self._admission = Admission(self._dispatcher, clock, options.queue, options.queue_timeout_s)
+        self._admission = Admission(
+            self._dispatcher, clock, options.queue, options.queue_timeout_s, options.max_wait_s
+        )
         self._namespace = simulated_namespace(options.block_size)
         self._root = self._namespace.root()
         self._flights: dict[str, _InFlight] = {}

@@ -129,6 +129,23 @@ def test_a_wait_for_room_ends_at_the_gateways_timeout():
     assert in_time.first_token_s == near(5.0)
 
 
+def test_a_request_that_would_wait_too_long_is_refused_at_once():
+    """Places in the batch for one; each request takes it for 4 s. How long the first ones wait is
+    not known until some have started."""
+    ones = [request(second, [100 + second], output_tokens=4) for second in range(40)]
+    limited = replay(ones, kv_tokens=400, cost=DECODE_ONLY, max_batch_size=1, max_wait_s=9.0)
+    refused = [outcome for outcome in limited if outcome.status == "failed"]
+    late = [o for o in limited if o.status == "ok" and o.sent_s >= 20]
+    waits = [outcome.first_token_s - outcome.sent_s for outcome in late]
+    assert refused
+    assert all(outcome.http_status == 429 for outcome in refused)
+    assert all(outcome.end_s == outcome.sent_s for outcome in refused)
+    assert all("would wait about" in outcome.error for outcome in refused)
+    assert max(waits) <= 9.0 + 4.0
+    unlimited = replay(ones, kv_tokens=400, cost=DECODE_ONLY, max_batch_size=1)
+    assert all(outcome.status == "ok" for outcome in unlimited)
+
+
 def random_requests(seed, count=60, span_s=60.0):
     rng = random.Random(seed)
     stems = [[100 * stem + n for n in range(rng.randrange(1, 12))] for stem in range(4)]
