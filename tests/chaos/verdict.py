@@ -90,7 +90,8 @@ def _judge_answer(tally: Tally, outcome: Outcome, right: Sequence[Reference]) ->
         tally.wrong += not any(each.text.startswith(outcome.text) for each in right)
     elif not any(_equal(outcome, each) for each in right):
         tally.wrong += 1
-        tally.reasons[_difference(outcome, right[0])] += 1
+        closest = max(right, key=lambda each: _same(outcome.text, each.text))
+        tally.reasons[_difference(outcome, closest)] += 1
 
 
 def _equal(outcome: Outcome, right: Reference) -> bool:
@@ -98,14 +99,24 @@ def _equal(outcome: Outcome, right: Reference) -> bool:
 
 
 def _difference(outcome: Outcome, right: Reference) -> str:
-    same = 0
-    for got, wanted in zip(outcome.text, right.text, strict=False):
-        if got != wanted:
-            break
-        same += 1
+    same = _same(outcome.text, right.text)
     if same == len(outcome.text) == len(right.text):
         return f"usage says {outcome.completion_tokens} tokens instead of {right.completion_tokens}"
-    return "the text differs from the undisturbed answer"
+    got, wanted = (text[same : same + 20] for text in (outcome.text, right.text))
+    return (
+        f"the text differs from the undisturbed answer after {same} of {len(right.text)} "
+        f"characters: {got!r} instead of {wanted!r}"
+    )
+
+
+def _same(text: str, other: str) -> int:
+    """Leading characters in which they agree."""
+    same = 0
+    for one, another in zip(text, other, strict=False):
+        if one != another:
+            break
+        same += 1
+    return same
 
 
 def _silence_s(outcome: Outcome, right: Sequence[Reference]) -> float:
